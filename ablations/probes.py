@@ -37,7 +37,6 @@ from tokenformer_vit.training import TimmClassificationBackbone
 from tokenformer_vit.training.checkpoint import rng_state, set_rng_state
 from tokenformer_vit.training.distributed import unwrap
 from tokenformer_vit.training.export import export_classifier, run_facts, validated_model
-from tokenformer_vit.training.reports import BEFORE_RECORD
 from tokenformer_vit.vision.compression import candidates
 
 LAYERS_FILE = "diagnostics.jsonl"
@@ -370,7 +369,7 @@ class CompressionHook(Hook):
         images: Number of training images.
     """
 
-    priority = BEFORE_RECORD
+    priority = "VERY_LOW"  # before ResultsHook
 
     def __init__(self, keep: Sequence[float], images: int = 1000) -> None:
         self._keep, self._images = tuple(keep), images
@@ -449,7 +448,7 @@ class ReconstructionHook(Hook):
         images: Number of images. They are spread evenly over the validation set.
     """
 
-    priority = BEFORE_RECORD
+    priority = "VERY_LOW"  # before ResultsHook
 
     def __init__(self, images: int = 8) -> None:
         self._images = images

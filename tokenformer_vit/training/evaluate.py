@@ -17,7 +17,7 @@ from mmengine.dist import all_gather_object, is_main_process
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmpretrain.registry import METRICS
-from sklearn.metrics import ConfusionMatrixDisplay, classification_report, confusion_matrix
+from sklearn.metrics import ConfusionMatrixDisplay, precision_recall_fscore_support
 from tqdm import tqdm
 
 from tokenformer_vit.command_line import printable
@@ -29,12 +29,8 @@ from tokenformer_vit.records import environment
 from .config import datasets
 from .runner import TrainingRunner
 
-__all__ = ["Predictions", "configure_test", "run_test"]
-
-_COLUMNS = ("precision", "recall", "f1-score", "support")
-_COMPUTED = ("=", "+", "-", "@")  # a spreadsheet computes such a cell; after ' it is text
+_COLUMNS = ("index", "class", "precision", "recall", "f1-score", "support")
 _MANY = 30  # above this many classes, the numbers are only in the files
-_MANY_NAMES = 50  # above this many classes, a matrix has no room for the names
 
 
 @METRICS.register_module()
@@ -49,16 +45,9 @@ class Predictions(BaseMetric):
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
         """Note path, label, most likely class and its probability."""
         scores, best = torch.stack([each["pred_score"] for each in data_samples]).max(dim=1)
-        self.results += [
-            (str(sample.get("img_path", sample.get("sample_idx", ""))), label, *answer)
-            for sample, label, *answer in zip(
-                data_samples,
-                torch.cat([sample["gt_label"] for sample in data_samples]).tolist(),
-                best.tolist(),
-                scores.tolist(),
-                strict=True,
-            )
-        ]
+        paths = [str(each.get("img_path", each.get("sample_idx", ""))) for each in data_samples]
+        labels = torch.cat([each["gt_label"] for each in data_samples]).tolist()
+        self.results += zip(paths, labels, best.tolist(), scores.tolist(), strict=True)
 
     def evaluate(self, size: int) -> dict[str, list]:
         """Return the rows of all processes as ``rows``."""
@@ -76,46 +65,36 @@ class Predictions(BaseMetric):
         return {"rows": results}
 
 
-def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None:
-    """Turn the config of a training into the config of a test.
+def configure_test(cfg: Config, checkpoint: Path, out: Path) -> None:
+    """Turn the config of a training into that of a test of ``checkpoint``, a file or a folder.
 
     A model of one label an image is measured by accuracy and loss; others, such as those of
     several labels, by the ``test_evaluator`` of their config.
-
-    Args:
-        cfg: The config, changed in place.
-        checkpoint: Training checkpoint (``.pth``), exported ``.safetensors`` file, or its folder.
-        out: Folder for the results; it is made.
-
-    Raises:
-        InputError: If the config is that of a language model or has no test data, there is no such
-            checkpoint, or the folder cannot be made.
     """
     if cfg.model.type == "CausalLM" or not cfg.get("test_dataloader"):
         raise InputError(
             f"{cfg.filename} tests no images: give test_dataloader, test_cfg and test_evaluator; "
             "for a language model use `tokenformer-vit evaluate-lm`"
         )
-    checkpoint = Path(checkpoint, WEIGHTS) if Path(checkpoint).is_dir() else Path(checkpoint)
+    checkpoint = checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint
     if not checkpoint.is_file():
         raise InputError(f"there is no checkpoint {checkpoint}; give an existing file")
-    make_folder(Path(out), "--out")
+    make_folder(out, "--out")
     cfg.load_from, cfg.resume = str(checkpoint), False
     cfg.work_dir = str(out)  # not the run's own, whose dumped config would be overwritten
     backbone = cfg.model.get("backbone") or {}
-    for start in ("checkpoint_path", "pretrained"):  # the training's start may be gone
-        for part in (backbone, backbone.get("module") or {}):  # LoRA wraps a backbone
-            if part.get(start):
-                part[start] = type(part[start])()
+    for part in (backbone, backbone.get("module") or {}):  # LoRA wraps a backbone
+        for start in ("checkpoint_path", "pretrained"):  # the training's start may be gone
+            part.pop(start, None)
     evaluators = cfg.test_evaluator
     evaluators = evaluators if isinstance(evaluators, list) else [evaluators]
     if all(each.type in ("Accuracy", "AccuracyAndLoss") for each in evaluators):
         cfg.test_evaluator = [{"type": "AccuracyAndLoss"}, {"type": "Predictions"}]
         cfg.test_dataloader.sampler.round_up = False
-        steps = (step for each in datasets(cfg.test_dataloader.dataset) for step in each.pipeline)
-        for step in steps:
-            if step["type"] == "PackInputs":
-                step["meta_keys"] = ("img_path", "sample_idx")
+        for dataset in datasets(cfg.test_dataloader.dataset):
+            for step in dataset.pipeline:
+                if step["type"] == "PackInputs":
+                    step["meta_keys"] = ("img_path", "sample_idx")
     # None removes mmengine's default hooks, which are for trainings.
     unwanted = ("timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
     cfg.default_hooks = ConfigDict({"guard": {"type": "GuardHook"}, **dict.fromkeys(unwanted)})
@@ -124,22 +103,20 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
 
 
 class _TestHook(Hook):
-    """Shows progress, and notes the epoch of the weights."""
+    """Shows progress, and notes the epoch of the weights; an exported file does not say it."""
 
     epoch: int | None = None
     averaged: bool | None = None
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        if "epoch" in checkpoint.get("meta", {}):  # an exported file does not say
+        if "epoch" in checkpoint.get("meta", {}):
             self.epoch = checkpoint["meta"]["epoch"]
             self.averaged = checkpoint["meta"].get("averaged", "ema_state_dict" in checkpoint)
 
     def before_test(self, runner) -> None:
-        # tqdm's None: no bar where standard error is no terminal.
-        hidden = None if is_main_process() else True
-        self._bar = tqdm(
-            total=len(runner.test_dataloader), disable=hidden, desc="testing", leave=False
-        )
+        hidden = not is_main_process() or None  # None: where standard error is no terminal
+        number = len(runner.test_dataloader)
+        self._bar = tqdm(total=number, disable=hidden, desc="testing", leave=False)
 
     def after_test_iter(self, *_args: Any, **_kwargs: Any) -> None:
         self._bar.update()
@@ -148,25 +125,18 @@ class _TestHook(Hook):
         self._bar.close()
 
 
-def run_test(cfg: Config, cfg_options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def run_test(cfg: Config, cfg_options: Mapping[str, Any] | None = None) -> None:
     """Run the test that :func:`configure_test` prepared; the main process writes the results.
 
-    Args:
-        cfg: The config.
-        cfg_options: Values that the user overrode in it, for the record.
-
-    Returns:
-        The content of ``metrics.json``, the same on every process.
-
-    Raises:
-        InputError: If the checkpoint is of another model or other classes, or the model's output
-            is not finite.
+    ``cfg_options`` are the values that the user overrode in the config, for the record.
     """
     runner = TrainingRunner.from_cfg(cfg)
     hook = _TestHook()
     runner.register_hook(hook)
     runner.load_or_resume()  # wrong weights are found before the data are read
     metrics = runner.test()
+    if not is_main_process():
+        return
     rows = metrics.pop("rows", [])
     dataset: Any = runner.test_dataloader.dataset
     classes: list[str] = list(dataset.metainfo.get("classes") or ())
@@ -182,30 +152,20 @@ def run_test(cfg: Config, cfg_options: Mapping[str, Any] | None = None) -> dict[
         **environment(),
         "classes": _per_class(rows, classes) if rows else [],
     }
-    if is_main_process():
-        _write(Path(cfg.work_dir), record, rows, classes)
-    return record
+    _write(Path(cfg.work_dir), record, rows, classes)
 
 
 def _per_class(rows: Sequence[tuple], classes: Sequence[str]) -> list[dict[str, Any]]:
     """Return precision, recall and F1 score in percent, and the number of images, by class."""
     _, labels, answers, _ = zip(*rows, strict=True)
     numbers = range(len(classes))
-    # Not by name: a class may be called "accuracy", as a line of scikit-learn's report is.
-    report: Any = classification_report(
-        labels,
-        answers,
-        labels=list(numbers),
-        target_names=[str(number) for number in numbers],
-        output_dict=True,
-        zero_division=0.0,  # type: ignore[arg-type]
+    no_answer: Any = 0.0  # scikit-learn's type is wrong
+    found: Any = precision_recall_fscore_support(
+        labels, answers, labels=numbers, zero_division=no_answer
     )
-    found = []
-    for number, name in enumerate(classes):
-        *shares, support = (report[str(number)][column] for column in _COLUMNS)
-        figures = [*(100 * share for share in shares), int(support)]
-        found.append({"index": number, "class": name, **dict(zip(_COLUMNS, figures, strict=True))})
-    return found
+    percents = [(100 * share).tolist() for share in found[:3]]
+    table = zip(numbers, classes, *percents, found[3].tolist(), strict=True)
+    return [dict(zip(_COLUMNS, row, strict=True)) for row in table]
 
 
 def _write(folder: Path, record: dict[str, Any], rows: list[tuple], classes: list[str]) -> None:
@@ -220,12 +180,11 @@ def _write(folder: Path, record: dict[str, Any], rows: list[tuple], classes: lis
     table = [tuple(row.values()) for row in record["classes"]]
     for _, name, *shares, support in table if len(table) <= _MANY else ():
         print(f"  {printable(name):32.32}", *(f"{share:7.2f}" for share in shares), f"{support:7}")
-    _write_csv(folder / "per_class.csv", ("index", "class", *_COLUMNS), table)
+    _write_csv(folder / "per_class.csv", _COLUMNS, table)
     named = ((path, classes[label], classes[best], score) for path, label, best, score in rows)
     _write_csv(folder / "predictions.csv", ("path", "label", "predicted", "score"), named)
     _, labels, answers, _ = zip(*rows, strict=True)
-    matrix = confusion_matrix(labels, answers, labels=range(len(classes)))
-    draw_confusion(matrix, classes, folder / "confusion_matrix.png")
+    draw_confusion(labels, answers, classes, folder / "confusion_matrix.png")
 
 
 def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -234,18 +193,25 @@ def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]
     writer.writerow(columns)
     for row in rows:
         cells = [printable(cell) if isinstance(cell, str) else cell for cell in row]
-        writer.writerow([f"'{cell}" if str(cell).startswith(_COMPUTED) else cell for cell in cells])
+        # A spreadsheet computes a cell that begins like this; after ' it is text.
+        computed = ("=", "+", "-", "@")
+        writer.writerow([f"'{cell}" if str(cell).startswith(computed) else cell for cell in cells])
     write_whole(path, lines.getvalue().encode(errors="backslashreplace"))
 
 
-def draw_confusion(matrix: Any, names: Sequence[str], path: Path) -> None:
-    """Draw (K, K) counts by true and predicted class into a PNG, with what there is room for."""
+def draw_confusion(
+    labels: Sequence[int], answers: Sequence[int], names: Sequence[str], path: Path
+) -> None:
+    """Draw counts by true and predicted class into a PNG, with what there is room for."""
     size = len(names)
     figure = Figure(figsize=(10, 10), layout="constrained")
     axes = figure.subplots()
-    # Escaped: matplotlib reads text between two $ as a formula.
-    labels = [printable(name)[:32].replace("$", r"\$") for name in names]
-    ConfusionMatrixDisplay(matrix, display_labels=labels).plot(
+    ConfusionMatrixDisplay.from_predictions(
+        labels,
+        answers,
+        labels=range(size),
+        # Escaped: matplotlib reads text between two $ as a formula.
+        display_labels=[printable(name)[:32].replace("$", r"\$") for name in names],
         include_values=size <= _MANY,
         values_format="d",
         xticks_rotation="vertical",
@@ -254,7 +220,7 @@ def draw_confusion(matrix: Any, names: Sequence[str], path: Path) -> None:
         im_kw=None if size <= _MANY else {"norm": PowerNorm(0.4, vmin=0)},
     )
     axes.tick_params(labelsize=10 if size <= _MANY else 6)
-    if size > _MANY_NAMES:
+    if size > 50:  # no room for names
         axes.set(xticks=[], yticks=[])
-    axes.set_title(f"Confusion matrix: {int(matrix.sum()):,} images, {size} classes")
+    axes.set_title(f"Confusion matrix: {len(labels):,} images, {size} classes")
     write_figure(path, figure, dpi=150)

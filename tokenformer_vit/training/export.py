@@ -1,6 +1,5 @@
 """Export a trained classifier to timm: weights, arguments, preprocessing and class names."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -24,8 +23,6 @@ from .loop import by_iteration, validation_is_due
 from .metrics import RECONSTRUCTION, VAL_LOSS
 from .models.backbone import num_classes
 
-_BGR = "LoadImageFromFile"  # mmcv's step, which gives images in BGR
-_NEUTRAL = ("LoadImage", _BGR, "PackInputs")  # steps that do not change what an image shows
 # Figures of a validation in the card, and their units.
 _RESULTS = {
     "accuracy/top1": ("Top-1 accuracy", " %"),
@@ -38,62 +35,23 @@ _RESULTS = {
 def preprocessing(cfg: Any) -> dict[str, Any]:
     """Translate the test pipeline and the normalisation of a config into timm's data config.
 
-    Args:
-        cfg: Config of an image classifier.
-
-    Returns:
-        ``mean``, ``std``, ``crop_pct``, ``interpolation``, ``crop_mode`` and ``input_size``;
-        without ``input_size`` the images have the model's own.
-
-    Raises:
-        InputError: If timm cannot express the pipeline.
+    Without ``input_size`` in it, the images have the model's own size.
     """
     preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
-    pipeline = _test_pipeline(cfg)
     mean, std = preprocessor.get("mean") or [0.0] * 3, preprocessor.get("std") or [1.0] * 3
-    in_bgr = any(step["type"] == _BGR for step in pipeline)
+    steps = {step["type"]: step for step in next(datasets(cfg.test_dataloader.dataset)).pipeline}
+    in_bgr = "LoadImageFromFile" in steps  # mmcv's step
     if len(mean) == 3 and in_bgr != bool(preprocessor.get("to_rgb")):
         raise InputError("the model sees images in BGR (data_preprocessor.to_rgb), timm's are RGB")
-    config = _geometry([step for step in pipeline if step["type"] not in _NEUTRAL])
+    if unknown := steps.keys() - {"LoadImage", "LoadImageFromFile", "EvalTransform", "PackInputs"}:
+        raise InputError(f"timm cannot express {', '.join(sorted(unknown))}: use EvalTransform")
+    config: dict[str, Any] = {"crop_pct": 1.0, "crop_mode": "squash"}  # images have the right size
+    if "EvalTransform" in steps:
+        config = {"crop_pct": 0.875, "interpolation": "bicubic", "crop_mode": "center"}
+        config |= {key: value for key, value in steps["EvalTransform"].items() if key != "type"}
     if "input_size" in config:
         config["input_size"] = (len(mean), *config["input_size"][-2:])
     return {"mean": [v / 255 for v in mean], "std": [v / 255 for v in std], **config}
-
-
-def _test_pipeline(cfg: Any) -> list[dict[str, Any]]:
-    """Return the steps of the test pipeline, inside wrappers of the data set."""
-    return next(datasets(cfg.test_dataloader.dataset)).pipeline
-
-
-def _geometry(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Translate the steps that resize and crop."""
-    kinds = [step["type"] for step in steps]
-    if not kinds:  # the images have the size of the model
-        return {"crop_pct": 1.0, "crop_mode": "squash"}
-    first, last = steps[0], steps[-1]
-    if kinds == ["EvalTransform"]:
-        defaults = {"crop_pct": 0.875, "interpolation": "bicubic", "crop_mode": "center"}
-        return {**defaults, **{key: value for key, value in first.items() if key != "type"}}
-    how = {"interpolation": first.get("interpolation", "bilinear"), "crop_mode": "squash"}
-    if kinds == ["Resize"] and "scale" in first and not first.get("keep_ratio"):
-        scale = first["scale"]
-        size = (scale, scale) if isinstance(scale, int) else (scale[1], scale[0])
-        return {**how, "input_size": size, "crop_pct": 1.0}
-    short = kinds == ["ResizeEdge", "CenterCrop"] and first.get("edge", "short") == "short"
-    if short and isinstance(crop := last["crop_size"], int):
-        share = crop / first["scale"]
-        if math.floor(crop / share) != first["scale"]:  # timm would resize to a pixel less
-            share = crop / (first["scale"] + 0.5)
-        return {**how, "input_size": (crop, crop), "crop_pct": share, "crop_mode": "center"}
-    raise InputError(f"timm has no such test pipeline ({', '.join(kinds)}): use EvalTransform")
-
-
-def resizes_with_opencv(cfg: Any) -> bool:
-    """Tell whether the test pipeline resizes with OpenCV, mmpretrain's default."""
-    return any(
-        step["type"] in ("Resize", "ResizeEdge") and step.get("backend", "cv2") == "cv2"
-        for step in _test_pipeline(cfg)
-    )
 
 
 def check_exportable(classifier: Any) -> None:
@@ -112,17 +70,9 @@ def check_exportable(classifier: Any) -> None:
 
 
 def as_timm_model(classifier: Any) -> nn.Module:
-    """Convert an mmpretrain classifier into a timm model with a head and the same outputs.
+    """Copy an mmpretrain classifier to the CPU, as a timm model with a head and the same outputs.
 
-    Args:
-        classifier: ``ImageClassifier`` with a ``TimmClassificationBackbone`` and a linear head; or
-            a ``MaskedAutoencoder``, whose timm model has no head.
-
-    Returns:
-        A copy on the CPU.
-
-    Raises:
-        InputError: If timm has no such model.
+    The timm model of a masked autoencoder has no head.
     """
     check_exportable(classifier)
     backbone, state_dict = classifier.backbone, classifier.state_dict()
@@ -149,12 +99,12 @@ def describe_classifier(
     classifier: Any, cfg: Any, metainfo: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Return the ``config.json`` of a classifier's export; None if its weights are not timm's."""
+    if hasattr(getattr(classifier, "backbone", None), "exported"):
+        return None
     try:
         check_exportable(classifier)
         images = preprocessing(cfg)
     except (InputError, KeyError):
-        return None
-    if hasattr(classifier.backbone, "exported"):
         return None
     number = num_classes(classifier)
     names = metainfo["classes"] if number else None
@@ -168,18 +118,7 @@ def export_classifier(
     folder: str | Path,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write an mmpretrain classifier as a timm folder, with a model card.
-
-    Args:
-        classifier: As for :func:`as_timm_model`.
-        cfg: Config of the run; its test pipeline gives the preprocessing.
-        metainfo: ``metainfo`` of the data set; ``classes`` names the labels.
-        folder: Folder for the files; existing ones are replaced.
-        facts: Data, recipe and results for the model card.
-
-    Raises:
-        InputError: If timm has no such model or preprocessing.
-    """
+    """Write an mmpretrain classifier as a timm folder, with ``facts`` in its model card."""
     names = metainfo["classes"] if num_classes(classifier) else None
     save_model(as_timm_model(classifier), Path(folder), names, preprocessing(cfg), facts)
 
@@ -197,7 +136,7 @@ def run_facts(runner: Any) -> dict[str, Any]:
 
     It has results only if the present weights were validated.
     """
-    cfg, info = runner.cfg, runner.train_dataloader.dataset.metainfo
+    cfg, dataset = runner.cfg, runner.train_dataloader.dataset
     data = next(datasets(cfg.train_dataloader.dataset))
     root = data.get("data_root") or ""
     folders = [root] if isinstance(root, str) else list(root)
@@ -206,7 +145,7 @@ def run_facts(runner: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "Data": {
             "Folder": ", ".join(PurePath(folder).name for folder in folders),
-            "Training images": f"{len(runner.train_dataloader.dataset):,}",
+            "Training images": f"{len(dataset):,}",
         },
         "Training": {
             "Config": PurePath(cfg.filename or "").name,
@@ -223,8 +162,8 @@ def run_facts(runner: Any) -> dict[str, Any]:
     }
     if runner.val_loop is not None:
         facts["Data"]["Validation images"] = f"{len(runner.val_dataloader.dataset):,}"
-        scalars = runner.message_hub.log_scalars
         if validation_is_due(runner.train_loop):
+            scalars = runner.message_hub.log_scalars
             facts["Validation"] = {
                 title: f"{scalars[f'val/{key}'].current():.4g}{unit}"
                 for key, (title, unit) in _RESULTS.items()
@@ -232,7 +171,7 @@ def run_facts(runner: Any) -> dict[str, Any]:
             }
     for section, entries in facts.items():
         facts[section] = {key: value for key, value in entries.items() if value}
-    imagenet = data.type == "ImageNet" and len(info["classes"]) == 1000
+    imagenet = data.type == "ImageNet" and len(dataset.metainfo["classes"]) == 1000
     if names := ["imagenet-1k"] if imagenet else [n for n in map(hub_name, folders) if n]:
         facts["Dataset"] = names  # timm also puts these into the front matter
     return facts

@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,46 +20,27 @@ from tokenformer_vit.files import write_figure
 from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
 from .distributed import unwrap
-from .export import (
-    export_classifier,
-    export_problem,
-    resizes_with_opencv,
-    run_facts,
-    validated_model,
-)
+from .export import export_classifier, export_problem, run_facts, validated_model
 from .hooks import dtype_of, sample_noun, samples_per_step
 from .loop import by_iteration
 from .metrics import RECONSTRUCTION, VAL_LOSS
-
-__all__ = ["ResultsHook", "draw_curves", "read_scalars"]
-
-BEFORE_RECORD = 99  # ResultsHook has 100, mmengine's lowest priority
-_DRAWN = ("accuracy/", "perplexity", RECONSTRUCTION)  # figures of validation with a curve
-# What other hooks note in the message hub for the record.
-_NOTED = ("growth", "flops", "compression", "teacher", "config_changes")
 
 
 @HOOKS.register_module()
 class ResultsHook(Hook):
     """At the end of a run, draw its curves, export its model, and write its record.
 
-    The curves are those of the whole run, resumed parts included. The export is the model that is
-    validated, with class names and preprocessing, for
+    The curves are those of the whole run. The export is the model that is validated, for
     ``timm.create_model("local-dir:WORK_DIR", pretrained=True)``. A run that timm cannot express
     says so at its start, and has ``not_exported`` in its record. ``record.json`` is the last file:
-    a run with a record is finished. Its ``seconds`` count from the start of the last process, at
-    ``resumed_at_iteration``.
+    a run with a record is finished. Its ``seconds`` count from ``resumed_at_iteration``.
 
     Args:
         export: Whether to export the model.
-
-    Attributes:
-        not_exported: Why there is no export; None if there is one.
-        packages: Packages whose versions are recorded, in addition to those of all runs.
     """
 
     priority = "LOWEST"
-    packages: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()  # whose versions are recorded, besides those of all runs
 
     def __init__(self, export: bool = True) -> None:
         self.not_exported = None if export else "the config says export=False"
@@ -74,14 +56,7 @@ class ResultsHook(Hook):
 
     def prepare_export(self, runner) -> str | None:
         """Convert the model as the export will; return why that is impossible, or None."""
-        problem = export_problem(unwrap(runner.model), runner.cfg)
-        if problem is None and resizes_with_opencv(runner.cfg):
-            runner.logger.warning(
-                "The test pipeline resizes with OpenCV, but the exported model's preprocessing "
-                "with Pillow, which smooths images that it shrinks: for the same numbers use "
-                'EvalTransform, or set backend="pillow"'
-            )
-        return problem
+        return export_problem(unwrap(runner.model), runner.cfg)
 
     def export(self, runner) -> None:
         """Write the validated model into the work directory."""
@@ -92,8 +67,7 @@ class ResultsHook(Hook):
     def after_train(self, runner) -> None:
         """Write curves, export and record, in this order."""
         work_dir = Path(runner.work_dir)
-        logs = sorted(work_dir.glob("*/vis_data/scalars.json"))
-        train, val = read_scalars(logs)
+        train, val = read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
         grown = runner.message_hub.runtime_info.get("growth") or ()
         draw_curves(
             train,
@@ -114,6 +88,7 @@ class ResultsHook(Hook):
         """Return the content of ``record.json``; ``logged_mib`` is the peak memory in the log."""
         unit, hub = sample_noun(runner), runner.message_hub
         loss = hub.log_scalars["train/loss"].data[0]
+        noted = ("growth", "flops", "compression", "teacher", "config_changes")  # by other hooks
         figures = {
             name.removeprefix("val/"): round(float(scalar.current()), 3)
             for name, scalar in sorted(hub.log_scalars.items())
@@ -131,7 +106,7 @@ class ResultsHook(Hook):
             f"train_{unit}": len(runner.train_dataloader.dataset),
             **({} if by_iteration(runner) else {"epochs": runner.epoch}),
             "iterations": runner.iter,
-            **{key: hub.runtime_info[key] for key in _NOTED if key in hub.runtime_info},
+            **{key: hub.runtime_info[key] for key in noted if key in hub.runtime_info},
             "resumed_at_iteration": self._first,
             "seconds": round(time.monotonic() - self._start, 1),
             "peak_mib": _peak_mib(logged_mib),
@@ -144,10 +119,9 @@ class ResultsHook(Hook):
 
 
 def _peak_mib(logged: int) -> int | None:
-    """Return the peak memory of tensors on the GPU, or of this process on the CPU.
+    """Return the peak memory of tensors on the GPU, or of this process on the CPU, if known.
 
     mmengine's logger starts a new peak at each of its lines, so the largest of these counts too.
-    Returns None on a CPU under Windows, where it is unknown.
     """
     if torch.cuda.is_available():
         return max(logged, round(torch.cuda.max_memory_allocated() / 2**20))
@@ -168,11 +142,9 @@ def read_scalars(logs: Iterable[Path]) -> tuple[dict[int, dict], dict[int, dict]
     val: dict[int, dict] = {}
     for log in logs:
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
+            with suppress(json.JSONDecodeError):  # the line that a killed run was writing
                 record = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # the line that a killed run was writing
-            (train if "loss" in record else val)[record["step"]] = record
+                (train if "loss" in record else val)[record["step"]] = record
     return dict(sorted(train.items())), dict(sorted(val.items()))
 
 
@@ -190,38 +162,31 @@ def draw_curves(
     (``iters_per_epoch=None``). A dotted line shows each of the iterations ``growth``.
     """
     figure = Figure(figsize=(12, 3.8), layout="constrained")
-    loss, validation, rate = figure.subplots(1, 3, sharex=True)
+    panels = loss, validation, rate = figure.subplots(1, 3, sharex=True)
     scale, last = iters_per_epoch or 1, []
     times = [iteration / scale for iteration in train]
     loss.plot(times, [record["loss"] for record in train.values()], label="training")
     rate.plot(times, [record["lr"] for record in train.values()], color="C2")
-    curves: dict[str, dict[int, float]] = {}
-    for step, record in val.items():
-        for name, value in record.items():
-            curves.setdefault(name, {})[step] = value
-            if name == "perplexity":
-                curves.setdefault(VAL_LOSS, {})[step] = math.log(value)
-    for name, curve in curves.items():
-        axes = loss if name == VAL_LOSS else validation
-        if axes is loss or name.startswith(_DRAWN):
-            label = "validation" if axes is loss else name
-            axes.plot(list(curve), list(curve.values()), marker=".", label=label)
-        if axes is validation and name.startswith(_DRAWN):
-            last.append(f"{name} {list(curve.values())[-1]:.2f}")
+    for name in dict.fromkeys(name for record in val.values() for name in record):
+        curve = {step: record[name] for step, record in val.items() if name in record}
+        if name.startswith(("accuracy/", "perplexity", RECONSTRUCTION)):
+            validation.plot([*curve], [*curve.values()], marker=".", label=name)
             validation.legend()
-    if "perplexity" in curves:
-        validation.set(yscale="log")
-        validation.yaxis.set_major_formatter("{x:g}")
-        validation.yaxis.set_minor_formatter("{x:g}")
-    for index, iteration in enumerate(growth):
-        for axes in (loss, validation, rate):
+            last.append(f"{name} {[*curve.values()][-1]:.2f}")
+        if name == "perplexity":
+            curve = {step: math.log(value) for step, value in curve.items()}
+            validation.set(yscale="log")
+            validation.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+        if name in ("perplexity", VAL_LOSS):
+            loss.plot([*curve], [*curve.values()], marker=".", label="validation")
+    for axes, name in zip(panels, ("loss", "validation", "learning rate"), strict=True):
+        for index, iteration in enumerate(growth):
             label = "model grew" if axes is loss and not index else "_"  # once in the legend
             axes.axvline(iteration / scale, color="0.6", linestyle=":", label=label)
-    rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    rate.set(ylim=(0, None))
-    for axes, name in ((loss, "loss"), (validation, "validation"), (rate, "learning rate")):
         axes.set(title=name, xlabel="epoch" if iters_per_epoch else "iteration")
         axes.grid(alpha=0.3)
+    rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    rate.set(ylim=(0, None))
     loss.legend()
     figure.suptitle(": ".join(part for part in (title, ", ".join(last[:3])) if part))
     write_figure(path, figure, dpi=120)
