@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from tokenformer_vit.benchmarking.matched import mlp_ratio
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth.resize import Change, resize, unwrapped
-from tokenformer_vit.training import GrowthHook
+from tokenformer_vit.training.models.growth import GrowthHook
 
 # How much the shares of a neuron's copies in its outgoing weights differ. Equal copies would stay
 # equal forever.

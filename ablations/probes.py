@@ -33,10 +33,10 @@ from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.split import fuse_tokens
 from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.models.vit import draw_prefix_tokens
-from tokenformer_vit.training import TimmClassificationBackbone
 from tokenformer_vit.training.checkpoint import rng_state, set_rng_state
 from tokenformer_vit.training.distributed import unwrap
 from tokenformer_vit.training.export import export_classifier, run_facts, validated_model
+from tokenformer_vit.training.models.backbone import TimmClassificationBackbone
 from tokenformer_vit.vision.compression import candidates
 
 LAYERS_FILE = "diagnostics.jsonl"

@@ -14,7 +14,12 @@ from timm.optim import param_groups_layer_decay
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.mmpretrain_names import classifier_state_dict, timm_state_dict
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.export import as_timm_model, export_classifier, preprocessing
+from tokenformer_vit.training.export import (
+    as_timm_model,
+    export_classifier,
+    preprocessing,
+    resizes_with_opencv,
+)
 
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 2}
 BACKBONES = {
@@ -176,6 +181,7 @@ def test_a_resize_and_a_crop_are_exported(cfg):
     pipeline = cfg.test_dataloader.dataset.pipeline
     pipeline[1:2] = [resize, {"type": "CenterCrop", "crop_size": 16}]
     assert preprocessing(cfg) == expected
+    assert resizes_with_opencv(cfg)  # and the exported model with Pillow, so there is a warning
     assert (expected["crop_pct"], expected["input_size"]) == (0.8, (3, 16, 16))
 
 

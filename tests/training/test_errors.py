@@ -10,9 +10,7 @@ from PIL import Image
 
 from tokenformer_vit.command_line import run_tool
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.training import (
-    LoadImage,
-)
+from tokenformer_vit.training.data.images import LoadImage
 
 ARC = {"type": "ArcFaceClsHead", "num_classes": 3, "in_channels": 24, "_delete_": True}
 PACKED = [{"type": "LoadImage"}, {"type": "PackInputs"}]

@@ -10,7 +10,7 @@ import timm
 import torch
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.training import GrowthHook
+from tokenformer_vit.training.models.growth import GrowthHook
 from tokenformer_vit.training.reports import read_scalars
 
 SCHEDULE = [

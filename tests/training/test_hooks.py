@@ -19,19 +19,20 @@ from mmpretrain.registry import MODELS
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import DESCRIPTION
-from tokenformer_vit.training import (
-    ExactCheckpointHook,
-    GuardHook,
-    LabelHead,
-    PlainPretrained,
-    ProgressHook,
-    hooks,
-    load_plain_checkpoint,
-)
+from tokenformer_vit.training import hooks
+from tokenformer_vit.training.checkpoint import ExactCheckpointHook
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.hooks import check_same_classes, check_weights, classes_of
+from tokenformer_vit.training.data.mixing import LabelHead
+from tokenformer_vit.training.hooks import (
+    GuardHook,
+    ProgressHook,
+    check_same_classes,
+    check_weights,
+    classes_of,
+)
 from tokenformer_vit.training.reports import read_scalars
 from tokenformer_vit.training.runner import run_training
+from tokenformer_vit.training.storage import PlainPretrained, load_plain_checkpoint
 
 
 @pytest.mark.parametrize("content", [[1, 2], {}, {"weight": "text"}])

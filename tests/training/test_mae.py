@@ -16,9 +16,9 @@ from torch import nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import load_model
-from tokenformer_vit.training import MaskedAutoencoder
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.export import as_timm_model
+from tokenformer_vit.training.models.mae import MaskedAutoencoder
 from tokenformer_vit.training.reports import read_scalars
 
 TOKENFORMER = {

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from mmpretrain.evaluation import Accuracy
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.training import AccuracyAndLoss, ReconstructionError
+from tokenformer_vit.training.metrics import AccuracyAndLoss, ReconstructionError
 
 IMAGES, CLASSES = 43, 7
 

@@ -16,8 +16,8 @@ from mmpretrain.registry import MODELS
 from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.sizes import at_size
-from tokenformer_vit.training import AccuracyAndLoss
 from tokenformer_vit.training.hooks import LazyRuntimeInfoHook
+from tokenformer_vit.training.metrics import AccuracyAndLoss
 from tokenformer_vit.training.reports import read_scalars
 
 SIZES = (0.25, 0.5, 0.75, 1.0)

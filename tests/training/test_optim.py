@@ -18,16 +18,16 @@ from torch import nn
 
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.mmpretrain_names import timm_state_dict
-from tokenformer_vit.training import (
+from tokenformer_vit.training import optim
+from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.export import as_timm_model, validated_model
+from tokenformer_vit.training.optim import (
     AccumulationEMAHook,
     AutocastOptimWrapper,
     ForeachMovingAverage,
     LazyOptimWrapper,
-    TrainingRunner,
-    optim,
 )
-from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.export import as_timm_model, validated_model
+from tokenformer_vit.training.runner import TrainingRunner
 
 LAYER_DECAY = {"layer_decay_rate": 0.5, "norm_decay_mult": 0.0, "bias_decay_mult": 0.0}
 CONSTRUCTORS = [

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from tokenformer_vit.files import temporary_name
-from tokenformer_vit.training import LoadImage, TrainingRunner
 from tokenformer_vit.training.checkpoint import changed
+from tokenformer_vit.training.data.images import LoadImage
 from tokenformer_vit.training.reports import read_scalars
+from tokenformer_vit.training.runner import TrainingRunner
 
 # Two workers, mixup, drop path, EMA, a warm-up by iteration and a decay by epoch: everything that
 # has a state.

@@ -14,8 +14,7 @@ from mmpretrain.datasets import CustomDataset
 from timm.data.distributed_sampler import RepeatAugSampler
 from torch.utils.data import DataLoader, Subset
 
-from tokenformer_vit.training import ResumableSampler, Seeded
-from tokenformer_vit.training.data.sampler import seeded, seeded_loader
+from tokenformer_vit.training.data.sampler import ResumableSampler, Seeded, seeded, seeded_loader
 
 PER_CLASS, CLASSES = 16, 10
 # mmpretrain's own transforms, which draw from NumPy's and Python's generators.

@@ -9,7 +9,7 @@ from mmengine.runner import Runner
 from mmpretrain import ImageClassificationInferencer
 
 from tokenformer_vit.mmpretrain_names import timm_state_dict
-from tokenformer_vit.training import TrainingRunner
+from tokenformer_vit.training.runner import TrainingRunner
 from tokenformer_vit.training.storage import load_plain_checkpoint
 
 PIPELINE = [

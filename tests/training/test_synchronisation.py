@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tokenformer_vit.training import ResumableEpochLoop
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.data import mixing
+from tokenformer_vit.training.loop import ResumableEpochLoop
 from tokenformer_vit.training.runner import run_training
 
 # Operators whose result decides what the processor does next: numbers and variable sizes.

@@ -14,7 +14,7 @@ from PIL import Image
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.training import LoadImage
+from tokenformer_vit.training.data.images import LoadImage
 from tokenformer_vit.vision.folders import check_images
 from tokenformer_vit.vision.images import IMAGE_SUFFIXES, read_image, read_images, read_rgb
 

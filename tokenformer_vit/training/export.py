@@ -1,5 +1,6 @@
 """Export a trained classifier to timm: weights, arguments, preprocessing and class names."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -39,19 +40,44 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
     """
     preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
     mean, std = preprocessor.get("mean") or [0.0] * 3, preprocessor.get("std") or [1.0] * 3
-    steps = {step["type"]: step for step in next(datasets(cfg.test_dataloader.dataset)).pipeline}
-    in_bgr = "LoadImageFromFile" in steps  # mmcv's step
+    pipeline = next(datasets(cfg.test_dataloader.dataset)).pipeline
+    in_bgr = any(step["type"] == "LoadImageFromFile" for step in pipeline)  # mmcv's step
     if len(mean) == 3 and in_bgr != bool(preprocessor.get("to_rgb")):
         raise InputError("the model sees images in BGR (data_preprocessor.to_rgb), timm's are RGB")
-    if unknown := steps.keys() - {"LoadImage", "LoadImageFromFile", "EvalTransform", "PackInputs"}:
-        raise InputError(f"timm cannot express {', '.join(sorted(unknown))}: use EvalTransform")
-    config: dict[str, Any] = {"crop_pct": 1.0, "crop_mode": "squash"}  # images have the right size
-    if "EvalTransform" in steps:
-        config = {"crop_pct": 0.875, "interpolation": "bicubic", "crop_mode": "center"}
-        config |= {key: value for key, value in steps["EvalTransform"].items() if key != "type"}
+    unchanging = ("LoadImage", "LoadImageFromFile", "PackInputs")
+    config = _geometry([step for step in pipeline if step["type"] not in unchanging])
     if "input_size" in config:
         config["input_size"] = (len(mean), *config["input_size"][-2:])
     return {"mean": [v / 255 for v in mean], "std": [v / 255 for v in std], **config}
+
+
+def _geometry(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Translate the steps that resize and crop."""
+    kinds = [step["type"] for step in steps]
+    if not kinds:  # the images have the size of the model
+        return {"crop_pct": 1.0, "crop_mode": "squash"}
+    if kinds == ["EvalTransform"]:
+        defaults = {"crop_pct": 0.875, "interpolation": "bicubic", "crop_mode": "center"}
+        return {**defaults, **{key: value for key, value in steps[0].items() if key != "type"}}
+    scale: Any = steps[0].get("scale")
+    crop = steps[-1].get("crop_size")
+    how = {"interpolation": steps[0].get("interpolation", "bilinear"), "crop_mode": "center"}
+    if kinds == ["Resize"] and isinstance(scale, int):
+        return {**how, "input_size": (scale, scale), "crop_pct": 1.0, "crop_mode": "squash"}
+    short = kinds == ["ResizeEdge", "CenterCrop"] and steps[0].get("edge", "short") == "short"
+    if short and isinstance(crop, int):
+        share = crop / scale
+        if math.floor(crop / share) != scale:  # timm would resize to a pixel less
+            share = crop / (scale + 0.5)
+        return {**how, "input_size": (crop, crop), "crop_pct": share}
+    raise InputError(f"timm has no such test pipeline ({', '.join(kinds)}): use EvalTransform")
+
+
+def resizes_with_opencv(cfg: Any) -> bool:
+    """Tell whether the test pipeline resizes with OpenCV, mmpretrain's default."""
+    steps = next(datasets(cfg.test_dataloader.dataset)).pipeline
+    resizing = (step for step in steps if step["type"] in ("Resize", "ResizeEdge"))
+    return any(step.get("backend", "cv2") == "cv2" for step in resizing)
 
 
 def check_exportable(classifier: Any) -> None:

@@ -20,7 +20,13 @@ from tokenformer_vit.files import write_figure
 from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
 from .distributed import unwrap
-from .export import export_classifier, export_problem, run_facts, validated_model
+from .export import (
+    export_classifier,
+    export_problem,
+    resizes_with_opencv,
+    run_facts,
+    validated_model,
+)
 from .hooks import dtype_of, sample_noun, samples_per_step
 from .loop import by_iteration
 from .metrics import RECONSTRUCTION, VAL_LOSS
@@ -56,7 +62,13 @@ class ResultsHook(Hook):
 
     def prepare_export(self, runner) -> str | None:
         """Convert the model as the export will; return why that is impossible, or None."""
-        return export_problem(unwrap(runner.model), runner.cfg)
+        problem = export_problem(unwrap(runner.model), runner.cfg)
+        if problem is None and resizes_with_opencv(runner.cfg):
+            runner.logger.warning(
+                "The test pipeline resizes with OpenCV, the exported model's with Pillow, which "
+                'smooths: for the same numbers use EvalTransform, or set backend="pillow"'
+            )
+        return problem
 
     def export(self, runner) -> None:
         """Write the validated model into the work directory."""

@@ -10,8 +10,8 @@ from mmengine.registry import DefaultScope
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader
 
-from tokenformer_vit.training import HuggingFaceImages
 from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.data.images import HuggingFaceImages
 from tokenformer_vit.training.reports import read_scalars
 from tokenformer_vit.vision.folders import folder_names, unpack
 from tokenformer_vit.vision.sources import parquet_splits

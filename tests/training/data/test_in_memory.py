@@ -11,9 +11,8 @@ from PIL import Image
 from torch import nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.training import ImagesInMemory
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.data.images import _divide
+from tokenformer_vit.training.data.images import ImagesInMemory, _divide
 
 CROP = {"type": "v2/RandomCrop", "size": 8, "padding": 2}
 FLIP = {"type": "v2/RandomHorizontalFlip", "p": 0.5}

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.training import BinaryCrossEntropy, LabelHead, LabelPreprocessor
 from tokenformer_vit.training.config import check_config, load_config
+from tokenformer_vit.training.data.mixing import BinaryCrossEntropy, LabelHead, LabelPreprocessor
 
 CLASSES = 5
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -119,7 +119,7 @@ class NestedClassifier(NestedTraining, ImageClassifier):
     Args:
         distill: See :class:`NestedTraining`.
         **kwargs: Arguments of ``ImageClassifier``. The backbone is a
-            :class:`~tokenformer_vit.training.TimmClassificationBackbone` with a nested TokenFormer.
+            ``TimmClassificationBackbone`` with a nested TokenFormer.
 
     Raises:
         InputError: If the backbone is not a nested TokenFormer.
