@@ -155,10 +155,10 @@ def test_the_same_command_resumes_a_run_whatever_it_started_from(data_root, expo
     for start in (fine_tuning, Start()):
         assert configure_folder(data_root, tmp_path / "tuned", start, "auto") == path
     for other in (Start("vit_tiny_patch16_224"), Start(checkpoint=tmp_path / "other")):
-        with pytest.raises(InputError, match="leave these options out"):
+        with pytest.raises(InputError, match="leave --model, --checkpoint"):
             configure_folder(data_root, tmp_path / "tuned", other, "auto")
     configure_folder(data_root, tmp_path / "new", Start(), None)
-    with pytest.raises(InputError, match="leave these options out"):
+    with pytest.raises(InputError, match="leave --model, --checkpoint"):
         configure_folder(data_root, tmp_path / "new", Start(freeze=True), "auto")
 
 
@@ -250,7 +250,6 @@ def test_the_recipe_of_the_digits_is_that_of_their_config(tmp_path):
     [
         (Start("vit_tiny_patch16_242"), "vit_tiny_patch16_242"),
         (Start(freeze=True), "--checkpoint"),
-        (Start("tokenformer_tiny", freeze=True), "--checkpoint"),
         (Start("resnet18"), "resnet18 cannot be built"),
         (Start("swin_tiny_patch4_window7_224"), r"--model swin.* no linear classifier.* TokenFor"),
     ],
@@ -293,7 +292,7 @@ def test_folders_that_cannot_be_trained_on(data_root, tmp_path):
     folder = shutil.copytree(data_root, tmp_path / "photos")
     for inside in (".", "train", "val"):
         if inside != ".":
-            refused("where folders are classes: choose another", folder / inside / "work_dirs")
+            refused("is among the classes of", folder / inside / "work_dirs")
     (tmp_path / "file").touch()
     refused("cannot make the folder .*another --work-dir", tmp_path / "file" / "run")
     (folder / "val" / "dork").mkdir()
@@ -307,11 +306,11 @@ def test_folders_that_cannot_be_trained_on(data_root, tmp_path):
         path.write_bytes(b"no image")
     refused(r"\.png: it is not a readable image")
     (folder / "train").rename(folder / "Training")
-    refused("has the folders Training, val,.* name them train and val")
+    refused("has the folders Training, val: name them train and val")
     for name in ("Training", "val/bright", "val/dark"):
         shutil.rmtree(folder / name)
     (folder / "val").rename(folder / "train")
-    refused(r"has 1 class folders, but .*cat/1\.jpg")
+    refused(r"has 1 class folders: make cat/1\.jpg")
 
 
 def test_options_of_a_folder_are_refused_for_a_config(config, command):

@@ -131,7 +131,7 @@ def _complete(cfg: Config) -> None:
             cfg.update({f"{name}_{part}": None for part in ("dataloader", "cfg", "evaluator")})
     for name, loader in loaders(cfg):
         loader.setdefault("num_batch_per_epoch", None)
-        sampler = loader.get("sampler") or {}
+        sampler: Any = loader.get("sampler") or {}
         if sampler.get("type") == "DefaultSampler" and name == "train_dataloader":
             sampler.type = "ResumableSampler"
         elif sampler.get("type") == "DefaultSampler":
