@@ -1,21 +1,17 @@
 """Train a model: from a config, or an image classifier from a folder of images.
 
-A config is your own file, or a config that comes with the package::
+A config is your own file, or comes with the package. A folder holds one folder of images for each
+class, directly or within train/ and val/; a first run needs nothing else, and writes a config::
 
     tokenformer-vit train configs/imagenet_base.py
-
-A folder holds one folder of images for each class, directly or within train/ and val/. A first run
-needs nothing else; it writes the config that it uses::
-
     tokenformer-vit train photos
-    tokenformer-vit train photos --model vit_tiny_patch16_224 --work-dir work_dirs/photos_vit
     tokenformer-vit train photos --checkpoint work_dirs/run --work-dir work_dirs/photos_tuned
 """
 
 import argparse
 import copy
 import os
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,8 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     add("config", metavar="CONFIG", help="config, such as configs/imagenet_base.py, or a folder")
     add_run_arguments(parser)
     add("--work-dir", help="folder of the results (default: work_dirs/CONFIG)")
-    resume = "continue from the last checkpoint in the work directory, if any, or from this file"
-    add("--resume", nargs="?", const="auto", help=resume)
+    add("--resume", nargs="?", const="auto", help="continue from the last checkpoint, or this one")
     add("--amp", action="store_true", help="train and validate under bfloat16 autocast")
     add("--auto-scale-lr", action="store_true", help="scale the rate with the images of a step")
     add("--seed", type=whole_number(0), help="seed of every random generator")
@@ -51,25 +46,21 @@ def main(argv: list[str] | None = None) -> None:
     from mmengine.dist import broadcast_object_list
 
     from tokenformer_vit.files import locked_folder, make_folder, remove_leftovers
-    from tokenformer_vit.training import config
-    from tokenformer_vit.training.distributed import is_first, start_processes
+    from tokenformer_vit.training import config, distributed
     from tokenformer_vit.training.folder import Start, configure_folder
     from tokenformer_vit.training.runner import run_training
 
     parser = _parser()
     args = parse_run_arguments(parser, argv)
-    first = is_first(args.launcher)
+    first = distributed.is_first(args.launcher)
     start = Start(args.model, args.checkpoint, args.freeze)
     if Path(args.config).is_dir():
         args.work_dir = args.work_dir or f"work_dirs/{Path(args.config).resolve().name}"
         args.config = configure_folder(args.config, args.work_dir, start, args.resume, first)
     elif start != Start():
         parser.error("--model, --checkpoint and --freeze need a folder of images, not a config")
-    options = dict(args.cfg_options or {})
-    if args.seed is not None:
-        options["randomness.seed"] = args.seed
-    if args.batch_size is not None:
-        options["train_dataloader.batch_size"] = args.batch_size
+    typed = {"randomness.seed": args.seed, "train_dataloader.batch_size": args.batch_size}
+    options = (args.cfg_options or {}) | {k: v for k, v in typed.items() if v is not None}
     cfg = config.load_config(args.config, options, args.data_root, args.work_dir, args.compile)
     cfg.launcher = args.launcher
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -90,14 +81,12 @@ def main(argv: list[str] | None = None) -> None:
         config.check_folders(cfg, ("train_dataloader", "val_dataloader"))
     work_dir = Path(cfg.work_dir)
     make_folder(work_dir, "--work-dir")
-    start_processes(cfg)
-    begin = None
-    with ExitStack() as held:
+    distributed.start_processes(cfg)
+    # A refused run leaves the file of the former one; a copy of the file starts a new run.
+    begin = partial(config.write_config, copy.deepcopy(cfg)) if first else None
+    with locked_folder(work_dir) if first else nullcontext():
         if first:
-            held.enter_context(locked_folder(work_dir))
             remove_leftovers(work_dir)
-            # A refused run leaves the file of the former one; a copy of the file starts a new run.
-            begin = partial(config.write_config, copy.deepcopy(cfg))
             config.choose_checkpoint(cfg, args.resume)
         chosen = [cfg.resume, cfg.load_from]
         broadcast_object_list(chosen)
