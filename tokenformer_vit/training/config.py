@@ -83,7 +83,6 @@ def load_config(
     for key in options or {}:
         _check_option(cfg, key)
     cfg.merge_from_dict(dict(options or {}))
-    _limit_ranks(cfg)
     if compile:
         compiled = cfg.model.get("backbone", cfg.model)
         compiled.compile = compiled.get("compile") or True
@@ -145,14 +144,6 @@ def _complete(cfg: Config) -> None:
     if loop.get("type") == "EpochBasedTrainLoop" or ("type" not in loop and loop.get("by_epoch")):
         loop.pop("by_epoch", None)
         loop.type = "ResumableEpochLoop"
-
-
-def _limit_ranks(cfg: Config) -> None:
-    """Leave out the ranks of ``topk`` above the number of classes, down to top-1."""
-    classes = (cfg.model.get("head") or {}).get("num_classes")
-    for evaluator in (*_listed(cfg.val_evaluator), *_listed(cfg.test_evaluator)):
-        if classes and "topk" in evaluator:
-            evaluator.topk = tuple(k for k in _listed(evaluator.topk) if k <= classes) or (1,)
 
 
 def _set_loading(loader: Any, name: str) -> None:

@@ -78,7 +78,8 @@ class AccuracyAndLoss(SumMetric):
     smaller size of a nested model have its size in their names: ``accuracy/top1_at_0.25``.
 
     Args:
-        topk: Numbers of best classes of which one must be right.
+        topk: Numbers of best classes of which one must be right; those above the number of
+            classes are left out.
         **kwargs: As for mmengine's ``BaseMetric``.
     """
 
@@ -97,8 +98,9 @@ class AccuracyAndLoss(SumMetric):
         found = {}
         for size in endings(data_samples[0], "pred_score"):
             scores = torch.stack([sample[f"pred_score{size}"] for sample in data_samples]).float()
-            right = scores.topk(self.topk[-1], dim=1).indices == labels  # (B, the largest k)
-            found |= {f"accuracy/top{k}{size}": 100 * right[:, :k].sum() for k in self.topk}
+            ranks = [k for k in self.topk if k <= scores.shape[1]] or [1]
+            right = scores.topk(ranks[-1], dim=1).indices == labels  # (B, the largest k)
+            found |= {f"accuracy/top{k}{size}": 100 * right[:, :k].sum() for k in ranks}
             if not size:  # a probability may have been rounded to zero
                 logs = scores.gather(1, labels).clamp_min(torch.finfo(torch.float32).tiny).log()
                 found[VAL_LOSS] = -logs.sum(dtype=sum_dtype())
