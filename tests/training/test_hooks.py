@@ -20,7 +20,11 @@ from mmpretrain.registry import MODELS
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import DESCRIPTION
 from tokenformer_vit.training import hooks
-from tokenformer_vit.training.checkpoint import ExactCheckpointHook
+from tokenformer_vit.training.checkpoint import (
+    ExactCheckpointHook,
+    PlainPretrained,
+    load_plain_checkpoint,
+)
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.data.mixing import LabelHead
 from tokenformer_vit.training.hooks import (
@@ -32,7 +36,6 @@ from tokenformer_vit.training.hooks import (
 )
 from tokenformer_vit.training.reports import read_scalars
 from tokenformer_vit.training.runner import run_training
-from tokenformer_vit.training.storage import PlainPretrained, load_plain_checkpoint
 
 
 @pytest.mark.parametrize("content", [[1, 2], {}, {"weight": "text"}])
@@ -75,12 +78,12 @@ def test_labels_of_other_classes_are_refused():
 @pytest.mark.parametrize("meta", [7, {"dataset_meta": 7}, {"dataset_meta": {"classes": 7}}, None])
 def test_classes_of_a_foreign_checkpoint(meta):
     assert classes_of({"meta": meta}) is None
-    assert classes_of({"meta": {"dataset_meta": {"classes": ["a", 1]}}}) == ["a", "1"]
+    assert classes_of({"meta": {"dataset_meta": {"classes": ("a", "b")}}}) == ["a", "b"]
 
 
 AVERAGE = {"type": "EMAHook", "momentum": 4e-5}
 RUNS = {
-    f"custom_hooks = [{AVERAGE!r}]": "2 hooks average the weights",
+    f"custom_hooks = [{AVERAGE!r}]": "several hooks average the weights",
     "default_hooks = dict(ema=None)\n"
     f"custom_hooks = [dict({AVERAGE!r}, evaluate_on_ema=False)]": "evaluate_on_ema=False",
     "train_dataloader = dict(batch_size=49, drop_last=True)\n"
@@ -158,7 +161,7 @@ def test_the_terminal_begins_with_what_matters(trained):
     assert facts["parameters"] == "19,875, 19,875 of them trained"
     assert facts["data"] == "48 training and 48 validation images"
     assert "processes: 1; bfloat16 autocast" in facts["device"]
-    assert facts["step"].startswith("16 images (8 a process; batches accumulated: 2); AdamW, ")
+    assert facts["step"].startswith("16 images (batches accumulated: 2); AdamW, ")
     assert facts["length"] == "6 steps in 2 epochs"
     assert len(lines) < 60  # not hundreds, with the config, the environment and the hooks
     (log,) = trained.work_dir.glob("*/*.log")
@@ -256,11 +259,11 @@ def test_a_checkpoint_runs_no_code(config, data_root, tmp_path):
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
 
 
-@pytest.mark.parametrize("name", ["x.pth", "model.safetensors", "https://localhost/x.pth"])
+@pytest.mark.parametrize("name", ["x.pth", "model.safetensors"])
 def test_what_is_not_there_is_named(tmp_path, name):
     (tmp_path / "model.safetensors").write_bytes(b"\x08\x00")
-    with pytest.raises(InputError, match=name if ":" in name else str(tmp_path / name)):
-        load_plain_checkpoint(name if ":" in name else str(tmp_path / name))
+    with pytest.raises(InputError, match=str(tmp_path / name)):
+        load_plain_checkpoint(str(tmp_path / name))
 
 
 def test_text_that_mmengine_would_run_as_a_config_is_dropped(tmp_path):

@@ -9,7 +9,6 @@ import timm.layers
 import timm.optim
 import torch
 from mmengine.config import ConfigDict
-from mmengine.logging import MMLogger
 from mmengine.model import ExponentialMovingAverage
 from mmengine.optim import OptimWrapper, ReduceOnPlateauLR, build_optim_wrapper
 from mmengine.registry import DefaultScope
@@ -289,15 +288,3 @@ def test_forward_passes_are_in_bfloat16_and_norms_stay_tensors():
     (norm,) = wrapper.norms.values()
     assert isinstance(norm, torch.Tensor)
     assert not LazyOptimWrapper(torch.optim.SGD(layer.parameters(), 0.1)).norms
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is fast in bfloat16")
-@pytest.mark.parametrize("speed", [0.25, 4.0])
-def test_the_log_says_where_bfloat16_is_slow(speed, monkeypatch):
-    log = MMLogger.get_instance("bfloat16")
-    said: list[str] = []
-    monkeypatch.setattr(log, "log", lambda level, message: said.append(message))
-    monkeypatch.setattr(optim, "bfloat16_speed", lambda: speed)
-    AutocastOptimWrapper(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
-    slow = "4.0 times as fast in float32 as in bfloat16"
-    assert [slow in message for message in said] == ([True] if speed < 1 else [])

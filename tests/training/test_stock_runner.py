@@ -10,7 +10,6 @@ from mmpretrain import ImageClassificationInferencer
 
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.training.runner import TrainingRunner
-from tokenformer_vit.training.storage import load_plain_checkpoint
 
 PIPELINE = [
     {"type": "LoadImageFromFile"},
@@ -98,14 +97,6 @@ def test_a_checkpoint_of_the_stock_hook_is_used(finished, data_root, tmp_path):
     inferencer = ImageClassificationInferencer(config, pretrained=last, device="cpu")
     (result,) = inferencer(np.zeros((8, 8, 3), dtype=np.uint8))
     assert result["pred_class"] in ("bright", "dark", "split")
-
-
-def test_numbers_of_numpy_become_plain(tmp_path):
-    kept = {"best": np.float64(0.5), "count": np.int32(7), "flag": np.bool_(True)}
-    torch.save({"message_hub": {"runtime_info": kept}}, tmp_path / "x.pth")
-    read = load_plain_checkpoint(str(tmp_path / "x.pth"))["message_hub"]["runtime_info"]
-    assert read == {"best": 0.5, "count": 7, "flag": True}
-    assert all(type(each) in (float, int, bool) for each in read.values())
 
 
 @pytest.mark.parametrize("saved", ["weights", "checkpoint"])

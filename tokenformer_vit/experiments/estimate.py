@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from tokenformer_vit.records import environment, read_record
-from tokenformer_vit.training.optim import SLOW, bfloat16_speed
 
 from .questions import Question
 from .record import find_record
@@ -19,6 +18,7 @@ from .run import Run
 
 _STEPS = 3  # that are timed; the fastest counts
 _SAME_SIZE = 0.01  # largest difference of two parameter counts
+_SLOW = 0.8  # ratio of bfloat16_speed(), which varies by a few percent, from which on it is slow
 
 
 def estimate(question: Question, planned: Sequence[Run], args: argparse.Namespace) -> str:
@@ -46,7 +46,7 @@ def estimate(question: Question, planned: Sequence[Run], args: argparse.Namespac
         costs[run.about["variant"]] = _cost(run, examples[dataset], processes)
     seen, flops = (sum(costs[run.about["variant"]][index] for run in left) for index in (0, 1))
     # Records do not tell CPUs apart; of two, only one may have instructions for bfloat16.
-    slow = _in_bfloat16(left[0]) and not torch.cuda.is_available() and bfloat16_speed() < SLOW
+    slow = _in_bfloat16(left[0]) and not torch.cuda.is_available() and bfloat16_speed() < _SLOW
     rates = [] if slow else _recorded_rates(left, costs)
     source = f"as {len(rates)} records of this config on this hardware"
     if not rates:
@@ -137,6 +137,23 @@ def _recorded_rates(left: Sequence[Run], costs: Mapping[str, tuple[int, int]]) -
 
 def _in_bfloat16(run: Run) -> bool:
     return run.whole["optim_wrapper"]["type"] == "AutocastOptimWrapper"
+
+
+def bfloat16_speed() -> float:
+    """Return by how much bfloat16 is faster than float32 in products on this CPU.
+
+    Without instructions for it (AMX, AVX512_BF16), PyTorch converts each number.
+    """
+    shortest = []
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(256, 256, dtype=dtype, device="cpu")
+        times = []
+        for _ in range(6):  # the first ones prepare the product
+            begin = time.perf_counter()
+            torch.mm(matrix, matrix)
+            times.append(time.perf_counter() - begin)
+        shortest.append(min(times))
+    return shortest[0] / shortest[1]
 
 
 def _measured_rate(run: Run) -> float:

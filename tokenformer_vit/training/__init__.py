@@ -15,6 +15,6 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Fail to import ``MultiScaleDeformable")
     register_all_modules(init_default_scope=False)
 
-from . import checkpoint, distributed, hooks, loop, metrics, optim, reports, runner, storage
+from . import checkpoint, distributed, hooks, loop, metrics, optim, reports, runner
 from .data import augment, images, mixing, sampler
 from .models import backbone, distillation, growth, mae, nested

@@ -1,8 +1,11 @@
-"""Checkpoints for an exact resume: a killed run continues as if it had not been killed."""
+"""Checkpoints for an exact resume: a killed run continues as if it had not been killed.
 
-import math
+They are read without running code, and have tensors and plain values only.
+"""
+
 import random
 import re
+import signal
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -13,12 +16,21 @@ import torch
 from mmengine.dist import all_gather_object, barrier, get_rank, get_world_size, is_main_process
 from mmengine.hooks import CheckpointHook, EarlyStoppingHook, EMAHook
 from mmengine.logging import HistoryBuffer
-from mmengine.registry import HOOKS
+from mmengine.model import PretrainedInit
+from mmengine.registry import HOOKS, WEIGHT_INITIALIZERS
 from mmengine.runner import set_random_seed
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
-from tokenformer_vit.models.checkpoints import DESCRIPTION, model_computation
+from tokenformer_vit.mmpretrain_names import classifier_state_dict
+from tokenformer_vit.models.checkpoints import (
+    DESCRIPTION,
+    description_of,
+    model_computation,
+    model_faults,
+    read_checkpoint,
+    state_dict_in,
+)
 
 from .data.sampler import ResumableSampler
 from .distributed import unwrap
@@ -26,10 +38,8 @@ from .export import describe_classifier, run_facts
 from .hooks import check_finite, is_resuming
 from .loop import ResumableEpochLoop, by_iteration, validation_is_due
 from .optim import follow_config, keep_settings
-from .runner import STATUS
-from .storage import plain_values
 
-__all__ = ["ExactCheckpointHook"]
+__all__ = ["ExactCheckpointHook", "PlainPretrained", "load_plain_checkpoint"]
 
 STOPPED = "stopped.pth"  # written at a signal; the next checkpoint replaces it
 # What a config may change without a word: places of files, and how the same is computed.
@@ -44,53 +54,54 @@ _RATE = re.compile(
     r"param_scheduler|train_cfg\.max_|auto_scale_lr|optim_wrapper\.(optimizer\.lr|paramwise_cfg"
     r"|accumulative_counts)|iterations an epoch"
 )
-_MOMENTS = ("exp_avg", "max_exp_avg", "momentum_buffer")
-_FACTORED = ("_row", "_col", "_r", "_c", "row_var", "col_var")  # of optimisers like Adafactor
-# State of PyTorch's optimisers that is one number for a parameter.
-_SCALARS = ("step", "mu_product", "eta", "mu")
+# State that has the shape of its parameter, unless it is factored, as in Adafactor.
+_MOMENTS = ("exp_avg", "max_exp_avg", "momentum_buffer", "sum")
+_FACTORED = ("_row", "_col", "_r", "_c")
 
 
 @HOOKS.register_module()
 class ExactCheckpointHook(CheckpointHook):
     """mmengine's ``CheckpointHook``, which also saves what an exact resume needs.
 
-    A checkpoint also holds the random state of every process, the seeds of the data, the config,
-    and a description of the model and its preprocessing. It has tensors and plain values only, so
-    it loads with ``torch.load(..., weights_only=True)``. An old checkpoint is deleted only after
-    the next one is on the disk. While gradients are accumulated, a checkpoint waits for the step.
+    That is the random state of every process, the seeds of the data, the config, and a description
+    of the model and its preprocessing. A checkpoint has tensors and plain values only, so it loads
+    with ``torch.load(..., weights_only=True)``. An old one is deleted only after the next one is on
+    the disk. While gradients are accumulated, a checkpoint waits for the step.
 
     A resumed run may have another config, such as more epochs, a lower rate or another number of
-    processes; the log and ``record.json`` tell the difference. On resume, the validation that was
-    due at the checkpoint runs again, because the run may have been killed during it.
+    processes; the log and ``record.json`` tell the difference. Else its losses equal those of an
+    uninterrupted run, bit for bit, if the operations are deterministic. A validation that was due
+    at the checkpoint runs again, because the run may have been killed during it.
 
-    SIGTERM, USR1 and HUP end a run of :class:`~tokenformer_vit.training.runner.TrainingRunner` with
-    the checkpoint ``stopped.pth``: after the present step, or some seconds later if there are
-    several processes.
+    SIGTERM, USR1 and HUP end a run with the checkpoint ``stopped.pth``: after the present step, or
+    some seconds later if there are several processes.
 
     Args:
         **kwargs: As for ``CheckpointHook``.
-
-    Note:
-        After a resume the losses equal the losses of an uninterrupted run, bit for bit, if the
-        config and the number of processes are the same and the operations are deterministic.
     """
 
     _resumed: dict[str, Any] | None = None
     _progress: dict[str, Any] | None = None
     _waiting: int | None = None  # number of the checkpoint that waits for a step
     _stopping = False
+    out_dir: Any
 
     def before_train(self, runner) -> None:
         """Restore the state of the checkpoint, if the run resumes from one."""
+        work_dir, info = Path(runner.work_dir), runner.message_hub.runtime_info
+        folder = Path(self.out_dir, work_dir.name) if self.out_dir else work_dir
+        for key in [key for key in info if key.startswith("best_ckpt")]:
+            # mmengine deletes the best checkpoint when there is a better one, whatever path a
+            # resumed checkpoint names: only this run's own may be deleted.
+            own = folder / Path(str(info[key])).name
+            info[key] = str(own) if own.name.startswith("best_") and own.is_file() else None
         super().before_train(runner)
-        self._keep_own_files(runner)
-        loader, termination = runner.train_dataloader, getattr(runner, "termination", None)
+        loader = runner.train_dataloader
         for each in [loader] if runner.val_loop is None else [loader, runner.val_dataloader]:
             # Iterators draw a seed for their workers. From the global generator, that would shift
             # all later random numbers at each start of an epoch, a validation, or a resume.
             each.generator = torch.Generator()
-            if termination is not None:
-                each.worker_init_fn = termination.patient(each.worker_init_fn)
+            each.worker_init_fn = runner.termination.patient(each.worker_init_fn)
         if self._resumed is None:
             return
         if (before := self._resumed["samples"]) != len(loader.dataset):
@@ -98,7 +109,7 @@ class ExactCheckpointHook(CheckpointHook):
                 f"the checkpoint is of a run on {before} training samples, and there are "
                 f"{len(loader.dataset)} now: give the same data, or another --work-dir"
             )
-        self._move(runner)
+        self._move(runner, self._resumed)
         loader.sampler.seed = self._resumed["sampler_seed"]
         if hasattr(loader.dataset, "seed"):
             loader.dataset.seed = self._resumed["data_seed"]
@@ -108,43 +119,22 @@ class ExactCheckpointHook(CheckpointHook):
         if runner.val_loop is not None and validation_is_due(runner.train_loop):
             runner.val_loop.run()
 
-    def _keep_own_files(self, runner) -> None:
-        """Look for files that a checkpoint names in the folder of this run, and nowhere else.
-
-        mmengine deletes the best checkpoint when there is a better one, whatever path a resumed
-        checkpoint names. A run that was killed may not have deleted what it replaced.
-        """
-        info = runner.message_hub.runtime_info
-        for key in [key for key in info if key.startswith("best_ckpt")]:
-            name = Path(str(info[key])).name
-            own = Path(cast(str, self.out_dir), name)
-            info[key] = str(own) if name.startswith("best_") and own.is_file() else None
-        if hasattr(self, "best_ckpt_path"):
-            self.best_ckpt_path = info.get("best_ckpt")
-        for key in getattr(self, "best_ckpt_path_dict", {}):
-            self.best_ckpt_path_dict[key] = info.get(f"best_ckpt_{key}")
-        if is_resuming(runner) and is_main_process():
-            self._delete(info.get("replaced") or ())
-
-    def _move(self, runner) -> None:
+    def _move(self, runner, resumed: dict[str, Any]) -> None:
         """Bring place and schedules to where the run is, and tell what changed."""
-        resumed, loop = cast(dict, self._resumed), runner.train_loop
+        loop, sampler = runner.train_loop, runner.train_dataloader.sampler
         before, now = resumed["iters_per_epoch"], len(runner.train_dataloader)
         changes = changed(resumed["config"], _flat_config(runner))
-        if before != now and not by_iteration(runner):
-            changes["iterations an epoch"] = (before, now)
-            within = runner.iter - runner.epoch * before
-            loop._iter = runner.epoch * now + within * now // before
-        here = isinstance(loop, ResumableEpochLoop) and isinstance(
-            runner.train_dataloader.sampler, ResumableSampler
-        )
-        if not by_iteration(runner) and runner.iter % now and not here:
-            raise InputError(
-                f"the checkpoint is within an epoch, but {type(loop).__name__} with "
-                f"{type(runner.train_dataloader.sampler).__name__} starts the epoch again: resume "
-                "from the end of an epoch, or set train_cfg.type='ResumableEpochLoop' and "
-                "train_dataloader.sampler.type='ResumableSampler'"
-            )
+        if not by_iteration(runner):
+            if before != now:
+                changes["iterations an epoch"] = (before, now)
+                within = runner.iter - runner.epoch * before
+                loop._iter = runner.epoch * now + within * now // before
+            here = isinstance(loop, ResumableEpochLoop) and isinstance(sampler, ResumableSampler)
+            if runner.iter % now and not here:
+                raise InputError(
+                    f"the checkpoint is within an epoch, which {type(loop).__name__} with "
+                    f"{type(sampler).__name__} starts again: resume from the end of an epoch"
+                )
         if any(map(_RATE.match, changes)):
             follow_config(runner, self._bases)
         if len(resumed["rng"]) != get_world_size():
@@ -153,9 +143,9 @@ class ExactCheckpointHook(CheckpointHook):
             told = [f"  {name}: {old!r} -> {new!r}" for name, (old, new) in changes.items()]
             title = "The resumed run differs from its checkpoint:"
             runner.logger.warning("\n".join([title, *told]))
-            history = list(runner.message_hub.runtime_info.get("config_changes") or ())
-            entry = {"iteration": runner.iter, "changes": {k: [*v] for k, v in changes.items()}}
-            runner.message_hub.update_info("config_changes", [*history, plain_values(entry)])
+            history = runner.message_hub.runtime_info.get("config_changes") or []
+            entry = plain_values({"iteration": runner.iter, "changes": changes})
+            runner.message_hub.update_info("config_changes", [*history, entry])
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         """Restore the random generators after a resume."""
@@ -178,8 +168,7 @@ class ExactCheckpointHook(CheckpointHook):
     ) -> None:
         """Save, if a checkpoint is due or a signal came."""
         super().after_train_iter(runner, batch_idx, data_batch, outputs)  # type: ignore[arg-type]
-        termination = getattr(runner, "termination", None)
-        self._stopping |= termination is not None and termination.agreed()
+        self._stopping |= runner.termination.agreed()
         if not runner.optim_wrapper.should_update():
             return
         meta = {"epoch": runner.epoch, "iter": runner.iter + 1}
@@ -192,7 +181,7 @@ class ExactCheckpointHook(CheckpointHook):
                 "complete: run the same command with --resume to continue."
             )
             barrier()  # a launcher stops all processes as soon as one of them ends
-            raise SystemExit(STATUS)
+            raise SystemExit(128 + signal.SIGTERM)  # as shells report a process that it ended
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Read our part of a checkpoint, and convert the rest for mmengine."""
@@ -204,36 +193,23 @@ class ExactCheckpointHook(CheckpointHook):
                 "or start a new run from its weights with `--cfg-options load_from=CHECKPOINT`"
             )
         averages = any(isinstance(hook, EMAHook) for hook in runner.hooks)
-        averaged = checkpoint.get("meta", {}).get("averaged", True)
+        averaged = checkpoint["meta"].get("averaged", True)
         if "ema_state_dict" in checkpoint and averaged and not averages:
             raise InputError(  # an EMAHook would exchange the two models of the checkpoint
                 "the checkpoint is of a run that averages its weights, but this run has no EMAHook "
                 "and would train the average: give it default_hooks.ema again"
             )
-        resumed: dict[str, Any] = checkpoint.pop("exact_resume")
-        self._resumed = resumed
-        fault = state_fault(runner, checkpoint, resumed)
-        if fault is not None:
-            raise InputError(
-                f"the checkpoint's state of the run is damaged: {fault}; resume from another one"
-            )
+        resumed = self._resumed = checkpoint.pop("exact_resume")
+        if fault := state_fault(runner, checkpoint, resumed):
+            raise InputError(f"the checkpoint does not fit this run: {fault}; resume another one")
         groups = runner.optim_wrapper.optimizer.param_groups
         self._bases = [group.get("initial_lr", group["lr"]) for group in groups]
         keep_settings(runner, checkpoint["optimizer"]["param_groups"])
-        for state in checkpoint["optimizer"]["state"].values():
-            # It is read for each parameter; on the CPU that costs no transfer. Some of timm's
-            # optimisers have a number.
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].cpu()
         meta, own = checkpoint["meta"], runner.train_dataloader.dataset.metainfo
         if meta.get("dataset_meta") == plain_values(own):
             meta["dataset_meta"] = own  # mmengine compares pickles; ours has lists for tuples
-        # mmengine makes file names from these numbers, and removes the files.
-        info = checkpoint["message_hub"]["runtime_info"]
-        if "keep_ckpt_ids" in info:
-            info["keep_ckpt_ids"] = [n for n in info["keep_ckpt_ids"] if isinstance(n, int)]
         checkpoint["message_hub"]["log_scalars"] = {
-            name: HistoryBuffer(buffer["log"].cpu().numpy(), buffer["count"].cpu().numpy())
+            name: HistoryBuffer(buffer["log"].numpy(), buffer["count"].numpy())
             for name, buffer in checkpoint["message_hub"]["log_scalars"].items()
         }
 
@@ -247,14 +223,19 @@ class ExactCheckpointHook(CheckpointHook):
         checkpoint["message_hub"] = {**plain_values(hub), "log_scalars": scalars}
         # A language model has no description, and its config is no part of a checkpoint.
         checkpoint["meta"]["computation"] = model_computation(unwrap(runner.model))
-        checkpoint["meta"] = plain_values(checkpoint["meta"])
+        meta = checkpoint["meta"] = plain_values(checkpoint["meta"])
         if self._progress is not None:
             checkpoint["exact_resume"] = self._progress
         description = describe_classifier(
             unwrap(runner.model), runner.cfg, runner.train_dataloader.dataset.metainfo
         )
         if description is not None:
-            checkpoint[DESCRIPTION] = {**description, "card": _card(runner, checkpoint["meta"])}
+            card = run_facts(runner)
+            card.pop("Validation", None)  # of earlier weights
+            card["Training"]["Iterations"] = f"{meta['iter']:,}"
+            if "Epochs" in card["Training"]:
+                card["Training"]["Epochs"] = meta["epoch"]
+            checkpoint[DESCRIPTION] = {**description, "card": plain_values(card)}
 
     def _save_checkpoint_with_step(self, runner, step: int, meta: dict) -> None:
         self._waiting = None if runner.optim_wrapper.should_update() else step
@@ -262,21 +243,21 @@ class ExactCheckpointHook(CheckpointHook):
             return
         expired = []
         if self.max_keep_ckpts > 0 and step not in self.keep_ckpt_ids:
-            if len(self.keep_ckpt_ids) == self.max_keep_ckpts:
-                expired = [self.filename_tmpl.format(self.keep_ckpt_ids.popleft())]
+            kept = [*self.keep_ckpt_ids, step]
+            expired = kept[: -self.max_keep_ckpts]
             self.keep_ckpt_ids.append(step)
-            runner.message_hub.update_info("keep_ckpt_ids", list(self.keep_ckpt_ids))
-        self.last_ckpt = self._save(runner, self.filename_tmpl.format(step), meta, expired)
+            # If this run is killed before it deletes the expired one, a resumed run does.
+            runner.message_hub.update_info("keep_ckpt_ids", kept)
+        self.last_ckpt = self._save(runner, self.filename_tmpl.format(step), meta)
+        if is_main_process():
+            for name in (STOPPED, *map(self.filename_tmpl.format, expired)):
+                Path(self.out_dir, name).unlink(missing_ok=True)
 
-    def _save(self, runner, name: str, meta: dict, expired: list[str] | None = None) -> str:
-        """Save a checkpoint under a name, and delete expired ones once it is complete."""
+    def _save(self, runner, name: str, meta: dict) -> str:
+        """Save a checkpoint under a name."""
         check_finite(runner)
-        path = str(Path(cast(str, self.out_dir), name))
-        replaced = [*(expired or ())]
-        if name != STOPPED and Path(path).with_name(STOPPED).exists():
-            replaced.append(STOPPED)
+        path = str(Path(self.out_dir, name))
         runner.message_hub.update_info("last_ckpt", path)
-        runner.message_hub.update_info("replaced", replaced)
         self._progress = self._collect(runner)
         runner.save_checkpoint(
             self.out_dir,
@@ -284,21 +265,11 @@ class ExactCheckpointHook(CheckpointHook):
             save_optimizer=self.save_optimizer,
             save_param_scheduler=self.save_param_scheduler,
             meta=meta,
-            by_epoch=self.by_epoch,
-            **self.args,
         )
         self._progress = None
         if is_main_process():
             write_whole(Path(runner.work_dir, "last_checkpoint"), path.encode())
-            self._delete(replaced)
         return path
-
-    def _delete(self, names: Any) -> None:
-        """Delete checkpoints of this run."""
-        for name in map(str, names):
-            numbers = re.findall(r"\d+", name)
-            if name in (STOPPED, *(self.filename_tmpl.format(int(each)) for each in numbers)):
-                Path(cast(str, self.out_dir), name).unlink(missing_ok=True)
 
     def _collect(self, runner) -> dict[str, Any]:
         """Gather from all processes what an exact resume needs."""
@@ -314,7 +285,6 @@ class ExactCheckpointHook(CheckpointHook):
             "samples": len(loader.dataset),
             "iters_per_epoch": len(loader),
             "config": _flat_config(runner),
-            "schedules": len(runner.param_schedulers or ()),
             "without_state": sum(p.requires_grad and p not in optimizer.state for p in trained),
             "early_stopping": [
                 (hook.wait_count, float(hook.best_score)) for hook in _early_stopping_hooks(runner)
@@ -364,9 +334,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
     """Restore a state that :func:`rng_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(("MT19937", *state["numpy"]))  # noqa: NPY002
-    torch.set_rng_state(state["torch"].cpu())
+    torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def state_fault(runner: Any, checkpoint: dict[str, Any], resumed: dict[str, Any]) -> str | None:
@@ -375,89 +345,117 @@ def state_fault(runner: Any, checkpoint: dict[str, Any], resumed: dict[str, Any]
     PyTorch compares only the sizes of groups, and a fused optimiser writes outside moments of
     another shape.
     """
-    done, epoch = (checkpoint["meta"][key] for key in ("iter", "epoch"))
-    length = resumed["iters_per_epoch"]
-    first, last, end = 0, runner.max_iters, runner.max_iters
+    done, end = checkpoint["meta"]["iter"], runner.max_iters
     if not by_iteration(runner):
-        first, last, end = epoch * length, (epoch + 1) * length, runner.max_epochs * length
-    if not first <= done <= min(last, end):
-        return f"it is of iteration {done}, epoch {epoch}, and the run has {end} iterations"
-    schedules = len(checkpoint.get("param_schedulers", ()))
-    if schedules != resumed["schedules"]:
-        return f"it has {schedules} of {resumed['schedules']} schedules"
-    own = {"state_dict": unwrap(runner.model).state_dict()}
+        end = runner.max_epochs * resumed["iters_per_epoch"]
+    if done > end:
+        return f"it is of iteration {done}, and the run has {end}"
+    models = {"state_dict": unwrap(runner.model)}  # an EMAHook may have exchanged the two
     for hook in runner.hooks:
         if isinstance(hook, EMAHook) and "ema_state_dict" in checkpoint:
-            own["ema_state_dict"] = hook.ema_model.state_dict()
-    for part, tensors in own.items():
-        if fault := _tensor_fault(tensors, checkpoint[part]):
-            return f"{part}: {fault}"
-    return _optimizer_fault(
-        runner.optim_wrapper.optimizer, checkpoint["optimizer"], resumed["without_state"]
-    )
-
-
-def _optimizer_fault(optimizer: Any, saved: dict[str, Any], without_state: int) -> str | None:
-    states, kinds = saved["state"], (saved["param_groups"], optimizer.param_groups)
+            models["ema_state_dict"] = hook.ema_model
+    for part, model in models.items():
+        if faults := model_faults(model.state_dict(), checkpoint[part]):
+            return f"{part}: {faults}"
+    optimizer, saved = runner.optim_wrapper.optimizer, checkpoint["optimizer"]
+    kinds = (saved["param_groups"], optimizer.param_groups)
     numbers, groups = ([group["params"] for group in kind] for kind in kinds)
     if [*map(len, numbers)] != [*map(len, groups)]:
-        return "the groups of parameters have other sizes"
-    indices = [*chain(*numbers)]
-    parameters = dict(zip(indices, chain(*groups), strict=True))
-    if len(parameters) != len(indices) or not states.keys() <= parameters.keys():
-        return "the optimiser's state is misnumbered"
-    absent = [n for n, each in parameters.items() if each.requires_grad and n not in states]
-    if len(absent) != without_state:
-        return f"{len(absent)} parameters have no state of the optimiser, and {without_state} had"
-    strict = type(optimizer).__module__.startswith("torch.optim")
+        return "the optimiser's groups have other sizes"
+    parameters, states = dict(zip(chain(*numbers), chain(*groups), strict=True)), saved["state"]
+    without = [n for n, each in parameters.items() if each.requires_grad and n not in states]
+    if not states.keys() <= parameters.keys() or len(without) != resumed["without_state"]:
+        return "the optimiser's state is not that of these parameters"
     for number, state in states.items():
-        own = parameters[number]
-        expected = {name: _like(name, value, own, strict) for name, value in state.items()}
-        if fault := _tensor_fault(expected, state):
-            return f"state {number} of the optimiser: {fault}"
-    return None
-
-
-def _like(name: str, value: Any, parameter: torch.Tensor, strict: bool) -> Any:
-    """Return what has the form of a parameter's state; of other kinds, the state itself.
-
-    Optimisers of others (``strict=False``) may keep moments in half precision, and other state.
-    """
-    known = strict or name.startswith(_MOMENTS)
-    if not isinstance(value, torch.Tensor) or name.endswith(_FACTORED) or not known:
-        return value
-    if name in _SCALARS:
-        return torch.empty((), dtype=value.dtype)
-    return parameter if strict else torch.empty_like(parameter, dtype=value.dtype, device="meta")
-
-
-def _tensor_fault(own: dict[str, Any], saved: dict[str, Any]) -> str | None:
-    """Return the first difference of names, shapes and types, or a value that is not finite."""
-    if odd := sorted(own.keys() ^ saved.keys()):
-        return f"{odd[0]} is missing or unknown"
-    for name, value in saved.items():
-        if isinstance(value, torch.Tensor):
-            expected = own[name]
-            if (value.shape, value.dtype) != (expected.shape, expected.dtype):
-                return (
-                    f"{name} is {tuple(value.shape)} {value.dtype} instead of "
-                    f"{tuple(expected.shape)} {expected.dtype}"
-                )
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            shape, own = tuple(value.shape), tuple(parameters[number].shape)
+            moment = name.startswith(_MOMENTS) and not name.endswith(_FACTORED)
+            if moment and shape != own:
+                return f"{name} of parameter {number} is {shape}, not {own}"
             if not value.isfinite().all():
-                return f"{name} is not finite"
-        elif isinstance(value, float) and not math.isfinite(value):
-            return f"{name} is {value}"
+                return f"{name} of parameter {number} is not finite"
     return None
 
 
-def _card(runner, meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the data and the recipe for the checkpoint's model card, without results.
+class _Skipped:
+    """Stands for the log in a checkpoint of mmengine, whose own class would call what it reads."""
 
-    The last validation measured earlier weights.
+    def __init__(self, *args: Any) -> None:
+        """Forget the content."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Forget the content."""
+
+
+# mmengine's own hook writes numbers of NumPy, which a resumed run alone needs, and its log.
+_SKIPPED: list[Any] = [
+    (_Skipped, "builtins.getattr"),
+    (_Skipped, "mmengine.logging.history_buffer.HistoryBuffer"),
+    *((_Skipped, f"numpy.{name}") for name in ("dtype", "ndarray")),
+    *((_Skipped, f"numpy._core.multiarray.{name}") for name in ("_reconstruct", "scalar")),
+]
+
+
+def load_plain_checkpoint(filename: str) -> dict[str, Any]:
+    """Load a checkpoint of tensors and plain values, without running code.
+
+    Args:
+        filename: ``.pth`` file, also of mmengine's own ``CheckpointHook``; or ``.safetensors`` file
+            of a timm model.
+
+    Returns:
+        The checkpoint. One of timm gives ``state_dict`` with mmpretrain's names, ``meta`` with the
+        class names of its export, and its description under ``DESCRIPTION``.
+
+    Raises:
+        InputError: If the file is missing or damaged, or holds more than tensors and plain values.
     """
-    facts = run_facts(runner)
-    facts.pop("Validation", None)
-    facts["Training"]["Iterations"] = f"{meta['iter']:,}"
-    if "Epochs" in facts["Training"]:
-        facts["Training"]["Epochs"] = meta["epoch"]
-    return plain_values(facts)
+    path = Path(filename).expanduser()
+    with torch.serialization.safe_globals(_SKIPPED):
+        checkpoint: dict[str, Any] = read_checkpoint(path)
+    weights = checkpoint.get("state_dict", checkpoint)
+    # A tensor of each of timm's ViTs. In a classifier of mmpretrain it is in `backbone.`.
+    if path.suffix == ".safetensors" or (
+        isinstance(weights, dict) and "patch_embed.proj.weight" in weights
+    ):
+        description = description_of(path, checkpoint)
+        checkpoint = {"state_dict": classifier_state_dict(state_dict_in(checkpoint, path))}
+        if names := description.get("label_names"):
+            checkpoint["meta"] = {"dataset_meta": {"classes": names}}
+        if description:
+            checkpoint[DESCRIPTION] = description
+    meta = checkpoint.get("meta")
+    if isinstance(meta, dict):
+        meta.pop("config", None)  # mmengine's resume would run this text as Python
+    return checkpoint
+
+
+@WEIGHT_INITIALIZERS.register_module()
+class PlainPretrained(PretrainedInit):
+    """mmengine's ``Pretrained``, for the checkpoints that ``load_plain_checkpoint`` reads.
+
+    Args:
+        checkpoint: The file.
+        prefix: Beginning of the names of the tensors to take.
+    """
+
+    def __call__(self, module: torch.nn.Module) -> None:
+        """Load the weights of a module."""
+        weights, prefix = load_plain_checkpoint(self.checkpoint)["state_dict"], self.prefix or ""
+        own = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+        module.load_state_dict(own)
+
+
+def plain_values(value: Any) -> Any:
+    """Convert NumPy values to Python's, and all other objects to text."""
+    if isinstance(value, dict):
+        return {key: plain_values(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_values(item) for item in value]
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if value is None or isinstance(value, bool | int | float | str | torch.Tensor):
+        return value
+    return getattr(value, "__qualname__", None) or str(value)

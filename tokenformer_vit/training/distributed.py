@@ -13,16 +13,12 @@ from mmengine.dist import init_dist
 from mmengine.model import MMDistributedDataParallel, is_model_wrapper
 from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    bf16_compress_hook,
-    fp16_compress_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tokenformer_vit.errors import InputError
 
-__all__ = ["CompressingDataParallel", "is_first", "start_processes", "unwrap"]
+__all__ = ["CompressingDataParallel"]
 
-_HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 # Where each launcher says which process this is: in all, on its machine, and of how many.
 _VARIABLES = {
     "pytorch": ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
@@ -32,11 +28,7 @@ _VARIABLES = {
 
 
 def is_first(launcher: str) -> bool:
-    """Tell whether this process is the first of a run, before the processes meet.
-
-    Args:
-        launcher: One of ``none``, ``pytorch``, ``slurm``, ``mpi``.
-    """
+    """Tell whether this process is the first of a run, before the processes meet."""
     if launcher == "none":
         return True
     if (name := _VARIABLES[launcher][0]) not in os.environ:
@@ -47,8 +39,7 @@ def is_first(launcher: str) -> bool:
 def start_processes(cfg: Config) -> None:
     """Connect the processes of a launcher: by NCCL on GPUs, by gloo on CPUs.
 
-    Args:
-        cfg: Config of the run; it gets the settings of its data-parallel wrapper.
+    The config gets the settings of its data-parallel wrapper.
     """
     if cfg.launcher == "none":
         return
@@ -66,18 +57,12 @@ def start_processes(cfg: Config) -> None:
         return
     os.environ.update(RANK=rank, LOCAL_RANK=local, WORLD_SIZE=number)
     os.environ.setdefault("MASTER_PORT", "29500")  # as in mmengine
-    limit = how.get("timeout")
-    torch.distributed.init_process_group(
-        "gloo", timeout=None if limit is None else timedelta(seconds=limit)
-    )
+    limit = how.get("timeout") and timedelta(seconds=how["timeout"])
+    torch.distributed.init_process_group("gloo", timeout=limit)
 
 
 def unwrap(model: nn.Module) -> Any:
-    """Return the model inside a data-parallel wrapper, or the model itself.
-
-    Args:
-        model: Model of a runner.
-    """
+    """Return the model inside a data-parallel wrapper, or the model itself."""
     return model.module if is_model_wrapper(model) else model
 
 
@@ -86,21 +71,13 @@ class CompressingDataParallel(MMDistributedDataParallel):
     """mmengine's ``MMDistributedDataParallel``, with compression of the gradients.
 
     Args:
-        module: The model, on the device of its process.
+        module: The model.
         compression: Type in which the processes exchange gradients, ``bf16`` or ``fp16``; None for
             the type of the gradients. Half the bytes are sent, and the mean is rounded.
-        broadcast_buffers: Whether the buffers of the first process replace the others before each
-            forward pass.
-        **kwargs: As for PyTorch's ``DistributedDataParallel``.
+        **kwargs: As for mmengine's; buffers are not exchanged unless ``broadcast_buffers=True``.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        compression: str | None = None,
-        broadcast_buffers: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(module, broadcast_buffers=broadcast_buffers, **kwargs)
+    def __init__(self, module: nn.Module, compression: str | None = None, **kwargs: Any) -> None:
+        super().__init__(module, **{"broadcast_buffers": False, **kwargs})
         if compression is not None:
-            self.register_comm_hook(None, _HOOKS[compression])
+            self.register_comm_hook(None, getattr(default_hooks, f"{compression}_compress_hook"))

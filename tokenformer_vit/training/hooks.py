@@ -23,7 +23,6 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import check_computation, description_of, model_faults
 
-from .data.sampler import Seeded
 from .distributed import unwrap
 from .loop import by_iteration
 from .models.backbone import num_classes
@@ -71,12 +70,7 @@ def dtype_of(runner: Any) -> str:
 def check_run(runner: Any, classes: Sequence[str] | None = None) -> None:
     """Check what would give wrong numbers without a word.
 
-    Args:
-        runner: The runner, with everything built.
-        classes: Class names of the checkpoint that the run resumes from.
-
-    Raises:
-        InputError: If two parts of the run do not fit each other.
+    ``classes`` are those of the checkpoint that the run resumes from.
     """
     loader = runner.train_dataloader
     if not len(loader):
@@ -86,44 +80,34 @@ def check_run(runner: Any, classes: Sequence[str] | None = None) -> None:
         )
     averages = [hook for hook in runner.hooks if isinstance(hook, EMAHook)]
     if len(averages) > 1:  # each exchanges the model in training for its own average, and back
-        raise InputError(
-            f"{len(averages)} hooks average the weights: keep one, in default_hooks.ema"
-        )
+        raise InputError("several hooks average the weights: keep one, in default_hooks.ema")
     if not all(getattr(hook, "evaluate_on_ema", True) for hook in averages):
         raise InputError(
             "EMAHook with evaluate_on_ema=False measures the model, but its checkpoints are the "
             "average: set default_hooks.ema=dict(type='AccumulationEMAHook', validated=False)"
         )
-    datasets = {"train": loader.dataset}
-    if runner.val_loop is not None:
-        datasets["val"] = runner.val_dataloader.dataset
     model = unwrap(runner.model)
-    for split, dataset in datasets.items():
-        check_dataset(dataset, split, model)
-    if num_classes(model):  # a masked autoencoder may have labels in one of them
-        for split, dataset in list(datasets.items())[1:]:
-            check_same_classes(f"{split} set", dataset.metainfo.get("classes"), loader.dataset)
+    check_dataset(loader.dataset, "train", model)
+    if runner.val_loop is not None:
+        dataset = runner.val_dataloader.dataset
+        check_dataset(dataset, "val", model)
+        if num_classes(model):  # a masked autoencoder may have labels in one of them
+            check_same_classes("val set", dataset.metainfo.get("classes"), loader.dataset)
+    if num_classes(model):
         check_same_classes("checkpoint", classes, loader.dataset)
     if isinstance(model, DistilledClassifier):
         check_same_classes("teacher", model.teacher.classes, loader.dataset)
         runner.message_hub.update_info("teacher", model.distillation["teacher"])  # for the record
 
 
-def warn_of_run(runner: Any, unit: str) -> None:
-    """Warn of what is perhaps not meant."""
+def warn_of_rate(runner: Any) -> None:
+    """Warn if the learning rate is for another number of images."""
     scale, number = runner.auto_scale_lr or {}, samples_per_step(runner)
     if not scale.get("enable") and number != scale.get("base_batch_size", number):
         runner.logger.warning(
-            f"An optimiser step takes {number} {unit}, but the learning rate is for "
-            f"{scale['base_batch_size']}: accumulate gradients (`--cfg-options "
-            "optim_wrapper.accumulative_counts=...`), or add --auto-scale-lr if the recipe "
-            "scales its rate."
-        )
-    if not isinstance(runner.train_dataloader.dataset, Seeded):
-        runner.logger.warning(
-            f"With {type(runner.train_dataloader.sampler).__name__}, the augmentation after a "
-            "resume differs from that of an uninterrupted run: train_dataloader.sampler.type="
-            "'ResumableSampler' repeats it exactly."
+            f"An optimiser step takes {number} {sample_noun(runner)}, but the learning rate is for "
+            f"{scale['base_batch_size']}: set optim_wrapper.accumulative_counts, or add "
+            "--auto-scale-lr if the recipe scales its rate."
         )
 
 
@@ -160,7 +144,7 @@ def classes_of(checkpoint: Mapping[str, Any]) -> list[str] | None:
     found: Any = checkpoint
     for key in ("meta", "dataset_meta", "classes"):
         found = found.get(key) if isinstance(found, Mapping) else None
-    return [str(name) for name in found] if isinstance(found, list | tuple) and found else None
+    return list(found) if isinstance(found, list | tuple) and found else None
 
 
 def check_weights(model: nn.Module, checkpoint: dict) -> None:
@@ -170,13 +154,10 @@ def check_weights(model: nn.Module, checkpoint: dict) -> None:
         raise InputError("the checkpoint holds no state dict: save `model.state_dict()`")
     loaded = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
     if faults := model_faults(model.state_dict(), loaded):
-        raise InputError(
-            f"the checkpoint is of another model: {faults}. Use the config of its training"
-        )
-    source, meta = Path("the checkpoint"), checkpoint.get("meta")
-    named = meta.get("computation") if isinstance(meta, dict) else None
+        raise InputError(f"the checkpoint is of another model: {faults}. Use its config")
+    source, meta = Path("the checkpoint"), checkpoint.get("meta") or {}
     described = description_of(source, checkpoint).get("model_args")
-    check_computation(model, described or named or {}, source)
+    check_computation(model, described or meta.get("computation") or {}, source)
 
 
 def check_finite(runner: Any) -> None:
@@ -189,14 +170,13 @@ def check_finite(runner: Any) -> None:
 
 def diverged(runner: Any, what: str, iteration: int) -> InputError:
     """Make the error for a training that diverged at an iteration, counted from 1."""
-    last = runner.message_hub.runtime_info.get("last_ckpt")
     epoch = "" if by_iteration(runner) else f", epoch {runner.epoch + 1}"
     rate = runner.optim_wrapper.get_lr()["lr"][0]
-    kept = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
+    last = runner.message_hub.runtime_info.get("last_ckpt") or "not written yet"
     return InputError(
-        f"{what} at iteration {iteration}{epoch}, learning rate {rate:.3g}; {kept}. Resume with a "
-        "lower rate (`--cfg-options optim_wrapper.optimizer.lr=...`), or start again with a longer "
-        "warm-up or without --amp"
+        f"{what} at iteration {iteration}{epoch}, learning rate {rate:.3g}; the last good "
+        f"checkpoint is {last}. Resume with a lower rate (`--cfg-options "
+        "optim_wrapper.optimizer.lr=...`), or start again with a longer warm-up or without --amp"
     )
 
 
@@ -205,24 +185,14 @@ class GuardHook(Hook):
     """Stop on data that do not fit the head, weights of another model, or infinite weights."""
 
     priority = 5  # after GrowthHook
-    unit = "images"  # what a batch consists of
-
     _classes: list[str] | None = None  # of the checkpoint that is resumed or tested
 
     def before_train(self, runner) -> None:
-        """Check the run."""
-        self.check_training(runner)
-        warn_of_run(runner, self.unit)
-
-    def check_training(self, runner) -> None:
         """Check that all parts of the run fit each other."""
         check_run(runner, self._classes if is_resuming(runner) else None)
+        warn_of_rate(runner)
 
     def before_test(self, runner) -> None:
-        """Check the data."""
-        self.check_testing(runner)
-
-    def check_testing(self, runner) -> None:
         """Check that the test data have the classes of the head."""
         dataset = runner.test_dataloader.dataset
         check_dataset(dataset, "test", unwrap(runner.model))
@@ -252,11 +222,8 @@ def losses_are_due(runner: Any, batch_idx: int) -> bool:
 class LazyRuntimeInfoHook(RuntimeInfoHook):
     """mmengine's ``RuntimeInfoHook``, which reads losses when the logger needs them.
 
-    The loss that is logged and checked is the mean over all processes: the loss of one process
-    would show a part of the batch, and one process could stop without the others.
-
-    Raises:
-        InputError: If a loss is not finite; the message gives its iteration.
+    The loss that is logged and checked is the mean over all processes, so none of them stops
+    without the others when it is not finite.
     """
 
     def before_run(self, runner) -> None:
@@ -313,38 +280,34 @@ class LazyRuntimeInfoHook(RuntimeInfoHook):
 
 def describe_run(runner: Any) -> str:
     """Describe a run before it starts: what is trained, on what, how long, and where."""
-    model, loader, by_epoch = (
-        unwrap(runner.model),
-        runner.train_dataloader,
-        not by_iteration(runner),
-    )
-    batches, noun = accumulation(runner), sample_noun(runner)
-    steps = runner.max_iters // batches if by_epoch else runner.max_iters
-    parameters = [*model.parameters()]
-    trained = sum(each.numel() for each in parameters if each.requires_grad)
-    device = parameters[0].device
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    loader, noun, parameters = runner.train_dataloader, sample_noun(runner), runner.model.parameters
+    trained = sum(each.numel() for each in parameters() if each.requires_grad)
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     part = runner.cfg.model.get("backbone") or runner.cfg.model
     data = f"{len(loader.dataset):,} training"
     if runner.val_loop is not None:
         data += f" and {len(runner.val_dataloader.dataset):,} validation"
+    length = f"{runner.max_iters:,} steps"
+    if not by_iteration(runner):
+        steps = runner.max_iters // accumulation(runner)
+        length = f"{steps:,} steps in {runner.max_epochs} epochs"
+    if runner.iter >= runner.max_iters:
+        length += "; finished, so nothing is trained"
+    elif runner.iter:
+        length += f"; continues after iteration {runner.iter:,}"
     lines = {
         "config": runner.cfg.filename,
-        "model": str(part.get("model_name") or part.get("type")),
-        "parameters": f"{sum(each.numel() for each in parameters):,}, {trained:,} of them trained",
+        "model": part.get("model_name") or part.get("type"),
+        "parameters": f"{sum(p.numel() for p in parameters()):,}, {trained:,} of them trained",
         "data": f"{data} {noun}",
         "device": f"{machine}; processes: {runner.world_size}; {dtype_of(runner)}",
-        "step": f"{samples_per_step(runner):,} {noun} ({loader.batch_size} a process; batches "
-        f"accumulated: {batches}); {type(runner.optim_wrapper.optimizer).__name__}, learning rate "
+        "step": f"{samples_per_step(runner):,} {noun} (batches accumulated: "
+        f"{accumulation(runner)}); {type(runner.optim_wrapper.optimizer).__name__}, learning rate "
         f"{highest_rate(runner):.3g}",
-        "length": f"{steps:,} steps" + (f" in {runner.max_epochs} epochs" * by_epoch),
+        "length": length,
         "results": f"{runner.work_dir} (log: {Path(runner.log_dir).name}/)",
         "to resume": "the same command with --resume",
     }
-    if runner.iter:
-        goes_on = f"continues after iteration {runner.iter:,}"
-        finished = runner.iter >= runner.max_iters
-        lines["length"] += f"; {'finished, so nothing is trained' if finished else goes_on}"
     return "\n".join(["Training:", *(f"  {name:<11} {text}" for name, text in lines.items())])
 
 
@@ -365,7 +328,7 @@ class ProgressHook(Hook):
         samples = samples_per_step(runner) * (length or 1)
         # In a run by epochs, an iteration is one batch.
         self._number = samples if by_iteration(runner) else samples // accumulation(runner)
-        self._done, self._since, self._validating = 0, time.monotonic(), 0.0
+        self._done, self._since = 0, time.monotonic()
         self._open = ExitStack()
         if not is_main_process():
             return
@@ -392,9 +355,9 @@ class ProgressHook(Hook):
         if not losses_are_due(runner, batch_idx):
             return
         hub, now = runner.message_hub, time.monotonic()
-        seconds = max(now - self._since - self._validating, 1e-9)
-        hub.update_scalar(f"train/{self._unit}", self._done * self._number / seconds)
-        self._done, self._since, self._validating = 0, now, 0.0
+        rate = self._done * self._number / max(now - self._since, 1e-9)
+        hub.update_scalar(f"train/{self._unit}", rate)
+        self._done, self._since = 0, now
         if self._bar is not None and "train/loss" in hub.log_scalars:
             loss = hub.get_scalar("train/loss").current()
             self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
@@ -405,7 +368,7 @@ class ProgressHook(Hook):
 
     def after_val(self, runner) -> None:
         """Keep the duration of a validation out of the speed."""
-        self._validating += time.monotonic() - self._began
+        self._since += time.monotonic() - self._began
 
     def after_train(self, runner) -> None:
         """Close the bar."""

@@ -38,9 +38,6 @@ class ResumableIterLoop(IterBasedTrainLoop):
 
     With gradient accumulation an iteration takes all batches of the step, so schedules and
     intervals always count steps. A resumed run does not read the data before its start.
-
-    Raises:
-        InputError: If the sampler is not endless.
     """
 
     def __init__(
@@ -59,13 +56,11 @@ class ResumableIterLoop(IterBasedTrainLoop):
         self.dynamic_milestones, self.dynamic_intervals = calc_dynamic_intervals(
             val_interval, dynamic_intervals
         )
-        dataset: Any = self.dataloader.dataset
-        runner.visualizer.dataset_meta = getattr(dataset, "metainfo", None)
-        sampler = getattr(self.dataloader, "sampler", None)
-        if not getattr(sampler, "endless", False):
+        loader: Any = self.dataloader
+        runner.visualizer.dataset_meta = loader.dataset.metainfo
+        if not getattr(loader.sampler, "endless", False):
             raise InputError(
-                f"train_dataloader.sampler is {type(sampler).__name__}, but ResumableIterLoop "
-                "needs an endless one: set train_dataloader.sampler=dict(type='ResumableSampler', "
+                "ResumableIterLoop needs train_dataloader.sampler=dict(type='ResumableSampler', "
                 "endless=True)"
             )
 
@@ -90,11 +85,7 @@ class ResumableIterLoop(IterBasedTrainLoop):
         self.runner.call_hook("after_train")
 
     def run_iter(self, data_batch: Sequence[dict[str, Any]]) -> None:
-        """Make one optimiser step.
-
-        Args:
-            data_batch: Batches of the step; their mean is logged.
-        """
+        """Make one optimiser step of several batches; the mean of their losses is logged."""
         self.runner.call_hook("before_train_iter", batch_idx=self._iter, data_batch=data_batch)
         parts = [
             self.runner.model.train_step(batch, optim_wrapper=self.runner.optim_wrapper)

@@ -1,8 +1,6 @@
 """Optimisers: autocast, merged groups of parameters, weight averaging."""
 
 import inspect
-import logging
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,20 +9,14 @@ from typing import Any
 import torch
 from mmengine.device import get_device
 from mmengine.hooks import EMAHook
-from mmengine.logging import print_log
 from mmengine.model import ExponentialMovingAverage
 from mmengine.optim import (
     DefaultOptimWrapperConstructor,
     OptimWrapper,
     ReduceOnPlateauParamScheduler,
 )
-from mmengine.registry import (
-    HOOKS,
-    MODELS,
-    OPTIM_WRAPPER_CONSTRUCTORS,
-    OPTIM_WRAPPERS,
-    OPTIMIZERS,
-)
+from mmengine.registry import HOOKS, MODELS, OPTIM_WRAPPERS, OPTIMIZERS
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS as CONSTRUCTORS
 from mmpretrain.engine import LearningRateDecayOptimWrapperConstructor
 from timm.optim import Muon
 from torch import Tensor, nn
@@ -33,50 +25,22 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tokenformer_vit.models.compilation import BLOCKS
 
 __all__ = [
-    "SLOW",
     "AccumulationEMAHook",
     "AutocastOptimWrapper",
     "ForeachMovingAverage",
     "LazyOptimWrapper",
     "MergedLayerDecayConstructor",
     "MergedOptimWrapperConstructor",
-    "align_schedulers",
-    "bfloat16_speed",
-    "follow_config",
-    "keep_settings",
 ]
 
-SLOW = 0.8  # ratio of bfloat16_speed(), which varies by a few percent, from which on it is slow
 # What a group says about its parameter, or what has become its rate and decay.
 _NO_SETTINGS = ("params", "param_name", "layer_id", "lr_mult", "decay_mult")
-
-
-def bfloat16_speed() -> float:
-    """Time products on this CPU: by how much bfloat16 is faster than float32, in about 10 ms.
-
-    Returns:
-        The ratio of the times. On a CPU without instructions for bfloat16 (AMX, AVX512_BF16), where
-        PyTorch converts each number, it is far below :data:`SLOW`.
-    """
-    shortest = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        matrix = torch.ones(256, 256, dtype=dtype, device="cpu")
-        times = []
-        for _ in range(6):  # the first ones prepare the product
-            begin = time.perf_counter()
-            torch.mm(matrix, matrix)
-            times.append(time.perf_counter() - begin)
-        shortest[dtype] = min(times)
-    return shortest[torch.float32] / shortest[torch.bfloat16]
+_UNSET = (("foreach", None), ("fused", None))  # as if the config did not name them
 
 
 @OPTIM_WRAPPERS.register_module()
 class LazyOptimWrapper(OptimWrapper):
-    """mmengine's ``OptimWrapper``; the norm of clipped gradients stays on its device.
-
-    Attributes:
-        norms: Norm of the last clipped gradients, by its name in the log; empty without clipping.
-    """
+    """mmengine's ``OptimWrapper``; ``norms`` of clipped gradients stay on their device."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -97,29 +61,17 @@ class AutocastOptimWrapper(LazyOptimWrapper):
     """Forward passes under bfloat16 autocast, on any device.
 
     bfloat16 needs no loss scaling; mmengine's ``AmpOptimWrapper`` has a scaler and needs a GPU.
-    Where bfloat16 itself is slow, the log says so.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._device = torch.device(get_device()).type
-        if self._device == "cpu" and (speed := bfloat16_speed()) < SLOW:
-            print_log(
-                f"This CPU multiplies {1 / speed:.1f} times as fast in float32 as in bfloat16. To "
-                "train in float32, leave out --amp, or give "
-                "--cfg-options optim_wrapper.type=LazyOptimWrapper",
-                logger="current",
-                level=logging.WARNING,
-            )
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
         """Enter autocast, and skip gradient synchronisation while gradients accumulate."""
-        with super().optim_context(model), torch.autocast(self._device, torch.bfloat16):
+        device = torch.device(get_device()).type
+        with super().optim_context(model), torch.autocast(device, torch.bfloat16):
             yield
 
 
-@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+@CONSTRUCTORS.register_module()
 class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     """mmengine's constructor, with one group for each setting and the fused implementation.
 
@@ -145,11 +97,8 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
         """Build the optimiser of a model, and its wrapper."""
-        cfg: dict[str, Any] = {
-            key: value
-            for key, value in self.optimizer_cfg.items()
-            if value is not None or key not in ("foreach", "fused")
-        }
+        given = self.optimizer_cfg.items()
+        cfg = {key: value for key, value in given if (key, value) not in _UNSET}
         if isinstance(cfg["type"], str):
             with OPTIMIZERS.switch_scope_and_registry(None) as registry:
                 cfg["type"] = registry.get(cfg["type"])  # imports timm.optim.Lamb
@@ -163,7 +112,7 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         return super().__call__(model)
 
 
-@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+@CONSTRUCTORS.register_module()
 class MergedLayerDecayConstructor(
     MergedOptimWrapperConstructor, LearningRateDecayOptimWrapperConstructor
 ):
@@ -173,15 +122,12 @@ class MergedLayerDecayConstructor(
 def _choose_matrices(groups: Iterable[dict[str, Any]], model: nn.Module) -> None:
     """Mark what Muon updates: the matrices in the blocks, each by itself.
 
-    timm would choose by shape, and so take the head and the patch embedding too. The parameter
-    tokens of query, key and value are three layers, also where one product computes them.
-
-    timm's Muon multiplies the orthogonal update of an (m, n) matrix by 0.2 √max(m, n)
-    (``match_rms_adamw``). The root mean square of an update is then 0.2 times the learning rate,
-    about as with AdamW, so the learning rate and the weight decay of AdamW can be kept.
+    timm would choose by shape, and so take the head and the patch embedding too. Its Muon
+    multiplies the orthogonal update of an (m, n) matrix by 0.2 √max(m, n) (``match_rms_adamw``,
+    arXiv:2502.16982), so the learning rate and the weight decay of AdamW can be kept.
 
     Source:
-        Which parameters: https://kellerjordan.github.io/posts/muon. Factor: arXiv:2502.16982.
+        Which parameters: https://kellerjordan.github.io/posts/muon.
     """
     matrices = {
         parameter
@@ -205,11 +151,9 @@ def _merge(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def keep_settings(runner: Any, saved: Iterable[dict[str, Any]]) -> None:
-    """Keep the settings of a run's optimiser: PyTorch would take over those of a checkpoint.
+    """Put the settings of a run's optimiser into saved groups, except what its schedules set.
 
-    Args:
-        runner: The runner. What its schedules set, such as the rate, is taken over.
-        saved: ``param_groups`` of the checkpoint; changed in place.
+    PyTorch would take over those of the checkpoint.
     """
     optimizer = runner.optim_wrapper.optimizer
     scheduled = {"lr", *(each.param_name for each in runner.param_schedulers or ())}
@@ -221,11 +165,8 @@ def keep_settings(runner: Any, saved: Iterable[dict[str, Any]]) -> None:
 def follow_config(runner: Any, rates: Iterable[float]) -> None:
     """Bring the rate of a resumed run to where its config has it now.
 
-    A checkpoint has the rates and schedules of the config before.
-
-    Args:
-        runner: The runner, at the place where it resumes.
-        rates: Rate of each group of parameters in the config, before any schedule.
+    A checkpoint has the rates and schedules of the config before. ``rates`` are those of the groups
+    in the config, before any schedule.
     """
     schedules = runner.param_schedulers or []
     if any(isinstance(each, ReduceOnPlateauParamScheduler) for each in schedules):
@@ -235,25 +176,18 @@ def follow_config(runner: Any, rates: Iterable[float]) -> None:
     if not schedules:
         return
     schedules = runner.build_param_scheduler(runner.cfg.param_scheduler)
-    by_epoch = [each for each in schedules if each.by_epoch]
-    others = [each for each in schedules if not each.by_epoch]
+    in_order = sorted(schedules, key=lambda each: each.by_epoch)  # as in a run
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that no step precedes
         for iteration in range(1, runner.iter + 1):
-            for each in others:
-                each.step()
-            if iteration % len(runner.train_dataloader) == 0:
-                for each in by_epoch:
+            for each in in_order:
+                if not each.by_epoch or iteration % len(runner.train_dataloader) == 0:
                     each.step()
     runner.param_schedulers = schedules
 
 
 def align_schedulers(runner: Any) -> None:
-    """Give the schedules of a run the parameter groups that its optimiser has now.
-
-    Args:
-        runner: Runner of a model that grew.
-    """
+    """Give the schedules of a run the parameter groups that its optimiser has since growth."""
     for scheduler in runner.param_schedulers or ():
         name = scheduler.param_name
         groups = scheduler.optimizer.param_groups  # and mmengine's base_lr, for the log
@@ -293,8 +227,7 @@ class AccumulationEMAHook(EMAHook):
 
     Args:
         ema_type: Name of the averaged model.
-        validated: Validate and export the averaged model. If False, these take the model itself,
-            and checkpoints have the average as ``ema_state_dict``.
+        validated: Validate and export the average, not the model itself.
         **kwargs: As for ``EMAHook``.
     """
 

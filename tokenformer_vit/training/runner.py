@@ -1,12 +1,11 @@
 """The runner of a training, and the signals that end it."""
 
-import atexit
 import logging
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,13 +22,13 @@ from torch import Tensor, nn
 
 from tokenformer_vit.files import whole_file
 
+from .checkpoint import load_plain_checkpoint
 from .data.sampler import seeded_loader
 from .distributed import unwrap
 from .hooks import accumulation, samples_per_step
 from .optim import AutocastOptimWrapper
-from .storage import load_plain_checkpoint
 
-__all__ = ["Termination", "TrainingRunner", "run_training"]
+__all__ = ["TrainingRunner"]
 
 _STOCK_HOOKS = ("runtime_info", "timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
 # SIGTERM ends a job of Slurm and others, USR1 is for `sbatch --signal=USR1@60`, and HUP ends a
@@ -37,43 +36,28 @@ _STOCK_HOOKS = ("runtime_info", "timer", "sampler_seed", "logger", "param_schedu
 SIGNALS = [
     getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
 ]
-STATUS = 128 + 15  # of a process that SIGTERM ended, as shells report it
 _LOOK_SECONDS = 5  # between two agreements of processes, and two looks of a worker
 
 
 class Termination:
-    """Notes the signals that end a job, so that a checkpoint can be written first.
-
-    ::
-
-        with Termination() as termination:
-            ...
-            if termination.agreed():
-                save_and_leave()
-    """
+    """Notes the signals that end a job, so that a checkpoint can be written first."""
 
     def __init__(self) -> None:
         self._noted = False
         self._running = torch.zeros(1, dtype=torch.uint8).share_memory_()
-        self._before: dict[int, Any] = {}
         self._every, self._left, self._asked = 1, 1, time.monotonic()
 
-    def __enter__(self) -> "Termination":
-        """Begin to note signals. Outside the main thread this does nothing."""
-        if threading.current_thread() is threading.main_thread():
-            self._running[0] = 1
-            self._before = {each: signal.signal(each, self._note) for each in SIGNALS}
-            # Python ends its workers by SIGTERM, so this must come first, even on errors.
-            atexit.register(self.__exit__)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Restore the former handlers."""
-        self._running[0] = 0
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
-        self._before = {}
-        atexit.unregister(self.__exit__)
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note signals inside the context."""
+        before = {each: signal.signal(each, self._note) for each in SIGNALS}
+        self._running[0] = 1
+        try:
+            yield
+        finally:
+            self._running[0] = 0  # Python now ends its workers, by SIGTERM
+            for each, handler in before.items():
+                signal.signal(each, handler)
 
     def _note(self, number: int, frame: Any) -> None:
         self._noted = True
@@ -95,17 +79,14 @@ class Termination:
         noted, seconds = told.tolist()
         # Three of the five seconds, and at most twice as many as before: iterations vary.
         fitting = int(self._every * 0.6 * _LOOK_SECONDS / max(seconds, 1e-3))
-        self._every = max(1, min(2 * self._every, fitting))
-        self._left, self._asked = self._every, time.monotonic()
+        self._left = self._every = max(1, min(2 * self._every, fitting))
+        self._asked = time.monotonic()
         return bool(noted)
 
     def patient(self, start: Callable[[int], None] | None) -> Callable[[int], None]:
-        """Return the ``worker_init_fn`` of a data loader whose workers survive these signals.
+        """Return a ``worker_init_fn``, which calls the given one, of workers that survive signals.
 
         The signals of a job also reach the workers, and PyTorch stops a run as soon as one ends.
-
-        Args:
-            start: The loader's own function.
         """
         return partial(_start_worker, start, self._running)
 
@@ -114,28 +95,17 @@ def _start_worker(start: Callable[[int], None] | None, running: Tensor, worker_i
     """Start a worker that ends by a signal only when its run does not need it."""
     if start is not None:
         start(worker_id)
-
-    def wait(number: int, frame: Any) -> None:
-        if not running[0]:
-            os._exit(0)
-        signal.alarm(_LOOK_SECONDS)
-
-    if hasattr(signal, "SIGALRM"):  # not on Windows
-        for each in (*SIGNALS, signal.SIGALRM):
-            signal.signal(each, wait)
+    for each in SIGNALS:
+        signal.signal(each, lambda *_: None if running[0] else os._exit(0))
 
 
 class TrainingRunner(Runner):
     """mmengine's runner: exact resume, files that run no code, and a short output.
 
     Config, environment and hooks are printed to the log file only.
-
-    Attributes:
-        termination: Notes the signals that end a job.
-        begin: Called once all checks of a training have passed.
     """
 
-    begin: Callable[[], None] | None = None
+    begin: Callable[[], None] | None = None  # called once all checks of a training have passed
 
     def __init__(
         self, model: Any, work_dir: str, train_dataloader: Any = None, **kwargs: Any
@@ -182,7 +152,7 @@ class TrainingRunner(Runner):
         """Train; the signals that end a job are noted meanwhile."""
         # Without running code in files, also where mmengine or mmpretrain loads them.
         only = mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1")
-        with self.termination, only:
+        with self.termination.noting(), only:
             return super().train()
 
     def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: dict | None = None) -> None:
@@ -202,7 +172,7 @@ class TrainingRunner(Runner):
         self, filename: str, map_location: Any = "cpu", *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Load a file without running code; all tensors of the model must be there."""
-        checkpoint = load_plain_checkpoint(filename, map_location)
+        checkpoint = load_plain_checkpoint(filename)  # what needs the GPU is copied there
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
         weights = checkpoint.get("state_dict", checkpoint)
         weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
@@ -211,31 +181,28 @@ class TrainingRunner(Runner):
         return checkpoint
 
     @master_only
-    def save_checkpoint(
+    def save_checkpoint(  # type: ignore[override]
         self,
         out_dir: str,
         filename: str,
-        file_client_args: dict | None = None,
+        *args: Any,
+        meta: dict[str, Any],
         save_optimizer: bool = True,
         save_param_scheduler: bool = True,
-        meta: dict | None = None,
-        by_epoch: bool = True,
-        backend_args: dict | None = None,
+        **kwargs: Any,
     ) -> None:
         """Write a checkpoint; its name appears when it is complete, and nothing is copied."""
-        optimizer, schedulers = cast(Any, self.optim_wrapper), cast(Any, self.param_schedulers)
-        facts = {"epoch": self.epoch + by_epoch, "iter": self.iter + (not by_epoch)}
-        facts |= {**(meta or {}), "seed": self.seed}
-        dataset: Any = self.train_dataloader.dataset
+        dataset, optimizer = cast(Any, self.train_dataloader.dataset), cast(Any, self.optim_wrapper)
         checkpoint: dict[str, Any] = {
-            "meta": {**facts, "dataset_meta": getattr(dataset, "metainfo", None)},
+            "meta": {**meta, "seed": self.seed, "dataset_meta": dataset.metainfo},
             "state_dict": unwrap(self.model).state_dict(),
             "message_hub": self.message_hub.state_dict(),
         }
         if save_optimizer:
             checkpoint["optimizer"] = optimizer.state_dict()
         if save_param_scheduler:
-            checkpoint["param_schedulers"] = [each.state_dict() for each in schedulers or ()]
+            schedulers = cast(Any, self.param_schedulers) or ()
+            checkpoint["param_schedulers"] = [each.state_dict() for each in schedulers]
         self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
         with whole_file(Path(out_dir, filename)) as file:
             torch.save(checkpoint, file)
@@ -248,22 +215,20 @@ def _without_start(model: dict[str, Any]) -> dict[str, Any]:
     has its arguments.
     """
     backbone, head = dict(model.get("backbone") or {}), dict(model.get("head") or {})
-    if not Path(backbone.get("checkpoint_path") or "").exists():
-        backbone["checkpoint_path"] = ""
-    parts = {"backbone": {**backbone, "pretrained": False}, "head": {**head, "init_cfg": None}}
-    kinds = {"TimmClassificationBackbone": "backbone", "LabelHead": "head"}
-    for kind, name in kinds.items():
-        if (model.get(name) or {}).get("type") == kind:
-            model = {**model, name: parts[name]}
+    if backbone.get("type") == "TimmClassificationBackbone":
+        backbone["pretrained"] = False
+        if not Path(backbone.get("checkpoint_path") or "").exists():
+            backbone["checkpoint_path"] = ""
+        model = {**model, "backbone": backbone}
+    if head.get("type") == "LabelHead":
+        model = {**model, "head": {**head, "init_cfg": None}}
     return model
 
 
 def run_training(cfg: Config, begin: Callable[[], None] | None = None) -> Runner:
     """Build what a config names, train, and return the runner.
 
-    Args:
-        cfg: The config.
-        begin: Called once all checks of the training have passed.
+    ``begin`` is called once all checks of the training have passed.
     """
     runner: Any = TrainingRunner.from_cfg(cfg)
     runner.begin = begin

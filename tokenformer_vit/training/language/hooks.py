@@ -19,11 +19,9 @@ from .model import CausalLM
 class LanguageGuardHook(GuardHook):
     """Stop a run if the text does not fit the model, weights do not fit, or the loss diverges."""
 
-    unit = "sequences"
-
-    def check_training(self, runner) -> None:
+    def before_train(self, runner) -> None:
         """Check that model, training text and validation text fit each other."""
-        super().check_training(runner)
+        super().before_train(runner)
         model: CausalLM = unwrap(runner.model)
         datasets = [runner.train_dataloader.dataset]
         if runner.val_loop is not None:
