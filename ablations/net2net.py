@@ -1,7 +1,7 @@
 """Net2Net and stacking: growth of an ordinary Transformer, as a baseline of experiments."""
 
 import copy
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from mmengine.registry import HOOKS
@@ -37,7 +37,8 @@ class Net2NetHook(GrowthHook):
     Each entry of the schedule has ``hidden_features`` (Net2Net), or each has ``depth`` (stacking).
     """
 
-    keys: ClassVar[tuple[str, ...]] = ("hidden_features", "depth")
+    def check_growths(self, model: nn.Module) -> None:
+        """Check nothing: these are not pairs."""
 
     def grow_model(
         self, model: nn.Module, sizes: dict[str, Any], seed: int, optimizer: Optimizer | None

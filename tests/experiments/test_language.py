@@ -17,6 +17,7 @@ from tables import QUESTIONS
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.experiments import LANGUAGE, Texts
+from tokenformer_vit.experiments.fields import mean_flops
 from tokenformer_vit.experiments.plan import plan
 from tokenformer_vit.experiments.sweep import parse, sweep
 from tokenformer_vit.models.compilation import BLOCKS
@@ -163,7 +164,7 @@ def test_the_matched_models_weigh_and_cost_as_much(words):
         run.write_config()
         models[name] = LANGUAGE.build(load_config(run.config).to_dict())
     weights = {name: block_weights(model) for name, model in models.items()}
-    costs = {name: model.mean_flops(LENGTH) for name, model in models.items()}
+    costs = {name: mean_flops(model, LENGTH) for name, model in models.items()}
     matched = ("transformer", "rotary", "matched", "matched_learned")
     assert len({tuple(weights[name]) for name in matched}) == 1
     assert len({costs[name] for name in matched}) == 1

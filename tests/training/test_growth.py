@@ -155,26 +155,56 @@ def test_every_way_to_grow(growing, tmp_path, backbone, hook):
         assert (gate[96:] != 0).all()
 
 
+@pytest.fixture
+def starting():
+    """Return a runner that begins 18 iterations in 3 epochs."""
+
+    def make(theta):
+        model = timm.create_model(
+            "tokenformer_tiny", embed_dim=24, depth=2, num_heads=2, theta=theta
+        )
+        return SimpleNamespace(
+            model=model, train_dataloader=range(6), train_loop=None, max_iters=18
+        )
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        ([], "needs `iteration`"),
-        ([{"num_ffn_param_tokens": 9}], "needs `iteration`"),
-        ([{"epoch": 1, "num_ffn_param_tokens": 9}, {"iteration": 9}], "needs `iteration`"),
-        ([{"epoch": 1, "embed_dim": 9}], "any of num_qkv_param_tokens"),
-        ([{"epoch": e, "num_ffn_param_tokens": 9 * e} for e in (2, 1)], r"iterations \[12, 6\]"),
-        ([{"epoch": 3, "num_ffn_param_tokens": 9}], r"iterations \[18\] of 18, which leaves 0"),
+        ([], "needs"),
+        ([{"num_ffn_param_tokens": 120}], "needs"),
+        ([{"epoch": 1, "embed_dim": 120}], "unexpected keyword argument 'embed_dim'"),
+        ([{"epoch": e, "num_ffn_param_tokens": 120} for e in (2, 1)], r"iterations \[12, 6\]"),
+        ([{"epoch": 3, "num_ffn_param_tokens": 120}], r"iterations \[18\] of 18, which leaves 0"),
+        ([{"epoch": 1, "num_ffn_param_tokens": 90}], "has 96 pairs and cannot grow to 90"),
+        ([*SCHEDULE, {"iteration": 15, "num_ffn_param_tokens": 110}], "has 120 pairs .* to 110"),
     ],
 )
-def test_growth_that_would_not_come_to_pass_is_said(schedule, message):
-    runner = SimpleNamespace(model=torch.nn.Identity(), train_dataloader=range(6))
-    runner.train_loop, runner.max_iters = None, 18
-    with pytest.raises(InputError, match=message):
-        GrowthHook(schedule).before_train(runner)
-    for how in ({"gate": "fixed"}, {"open_iters": 5}, {"gate": "fixed", "open_iters": 7}):
-        with pytest.raises(InputError, match=r"open_iters|6 iterations after one"):
-            GrowthHook(SCHEDULE, **how).before_train(runner)
-    GrowthHook(SCHEDULE, gate="fixed", open_iters=6).before_train(runner)
+def test_growth_that_would_not_come_to_pass_is_said(schedule, message, starting):
+    with pytest.raises((InputError, TypeError), match=message):
+        GrowthHook(schedule).before_train(starting("gelu_l2"))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"gate": "fixed"}, "open_iters"),
+        ({"open_iters": 5}, "open_iters"),
+        ({"gate": "fixed", "open_iters": 7}, "6 iterations after one"),
+        ({"init": "zero_keys"}, "unknown init 'zero_keys'"),
+        ({"innit": "random"}, "unexpected keyword argument 'innit'"),
+        ({"init": "duplicate"}, "cannot grow to 30 by duplicate"),
+        ({"moments": "new"}, "keep or reset"),
+        ({"freeze": "new"}, "freeze must be 'old'"),
+        ({"freeze": "old"}, "a learned gate is one parameter"),
+    ],
+)
+def test_arguments_of_growth_are_checked_at_the_start(how, message, starting):
+    with pytest.raises((InputError, TypeError), match=message):
+        GrowthHook(SCHEDULE, **how).before_train(starting("softmax"))
+    GrowthHook(SCHEDULE, gate="fixed", open_iters=6).before_train(starting("softmax"))
 
 
 def test_new_pairs_warm_up():

@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.sizes import at_size
 
 from .variants import Shape
 
@@ -152,3 +154,18 @@ class Field(ABC):
         Raises:
             InputError: If the model is not a TokenFormer.
         """
+
+
+def mean_flops(model: Any, num_tokens: int | None = None) -> int:
+    """Count the FLOPs of training on one image, or row of tokens; of a nested model, the mean."""
+    if not model.sandwich:
+        return training_flops(model.sized, num_tokens)
+    from tokenformer_vit.training.models.nested import ALONE
+
+    flops = []
+    for size in model.sized.sizes:
+        with at_size(model.sized, size):
+            flops.append(training_flops(model.sized, num_tokens))
+    smallest, *inner, largest = flops
+    smaller = smallest + sum(inner) / max(1, len(inner))
+    return round(largest + smaller * (1 - ALONE if model.distill else 1))

@@ -15,7 +15,7 @@ from tokenformer_vit.benchmarking.matched import matched_hidden, mlp_ratio
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import TokenFormerViT
 
-from .fields import Field, Measure
+from .fields import Field, Measure, mean_flops
 from .run import name_probes
 from .variants import ModelChange, Part, Shape
 
@@ -52,8 +52,8 @@ class ImageField(Field):
     def flops(self, cfg: Mapping[str, Any]) -> int:
         """Count the training FLOPs of the backbone or of an MAE; see :meth:`Field.flops`."""
         model: Any = self.build(cfg)
-        if hasattr(model, "mean_flops"):  # it trains several sizes
-            return model.mean_flops()
+        if getattr(model, "sandwich", False):
+            return mean_flops(model)
         if hasattr(model, "training_flops"):  # it is more than its backbone
             return model.training_flops()
         return training_flops(model.backbone.model)

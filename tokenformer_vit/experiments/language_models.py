@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 
-from .fields import Field, Measure
+from .fields import Field, Measure, mean_flops
 from .variants import PAIRS, ModelChange, Part, Shape
 
 # Labels of the Transformers, by their positions.
@@ -46,7 +46,7 @@ class LanguageField(Field):
     def flops(self, cfg: Mapping[str, Any]) -> int:
         """Count the FLOPs of a whole context; see :meth:`Field.flops`."""
         model: Any = self.build(cfg)
-        return model.mean_flops(model.context_length)
+        return mean_flops(model, model.context_length)
 
     def num_examples(self, cfg: Mapping[str, Any]) -> int:
         """Count the training sequences."""

@@ -83,26 +83,18 @@ def grow(
 
     Source: arXiv:2410.23168v2, Section 3.3 and Appendix B, for zero keys and the kept τ.
     """
-    if freeze not in (None, "old"):
-        raise InputError(f"freeze must be 'old' or None, but got {freeze!r}")
     if new_lr_scale is not None and new_lr_scale <= 0:
         raise InputError(f"new_lr_scale must be positive, but got {new_lr_scale}")
     layers = whole_layers(model)
     before = {name: read_tokens(layer) for name, layer in layers.items()}
     theta = next(iter(layers.values())).theta
     counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
-    grown = _grow_all(before, theta, *counts, init, gate, nested, seed)
+    grown = _grow_all(before, theta, *counts, init, gate, nested, seed, freeze)
     gates = [layer.gate for layer in layers.values() if layer.gate is not None]
     if gate == "fixed" and any(isinstance(g, nn.Parameter) or (g != 1).any() for g in gates):
         raise InputError(
             "gate is 'fixed', but the model's gates are learned, or not all open: give "
             "gate='learned', or call open_gates(model, 1) first"
-        )
-    shut = any(own.gate is not None and (own.gate == 0).any() for own in grown.values())
-    if freeze and shut and gate != "fixed":
-        raise InputError(
-            "freeze is 'old', but a learned gate is one parameter for old and new pairs: give "
-            "gate='fixed', or init='duplicate'"
         )
     growing = {
         name: own
@@ -112,7 +104,7 @@ def grow(
     }
     split = split or freeze is not None or new_lr_scale is not None
     # Nothing would open a fixed gate that is shut, unless it is asked for.
-    learn_gate = gate == "learned" or (bool(shut) and gate is None)
+    learn_gate = gate == "learned" or (_any_shut(grown) and gate is None)
     joined = write_tokens(model, growing, split, learn_gate, optimizer, moments)
     if freeze:  # before the optimizer, which takes only what is trained
         freeze_old(model)
@@ -133,7 +125,8 @@ def grow_state_dict(
         state_dict: State dict of any model with TokenFormer blocks.
         theta: Name of the model's Θ, which a state dict does not contain.
         missing_tau: Without τ, as in the authors' checkpoints: ``error``, or ``default`` for √P.
-        **how: Numbers of pairs, ``init``, ``gate``, ``nested`` and ``seed`` of :func:`grow`.
+        **how: Numbers of pairs, ``init``, ``gate``, ``nested`` and ``seed`` of :func:`grow`;
+            ``freeze`` is only checked.
 
     Returns:
         A new state dict. Tensors that did not grow are the same objects.
@@ -216,8 +209,11 @@ def _grow_all(
     gate: str | None = None,
     nested: bool = False,
     seed: int = 0,
+    freeze: str | None = None,
 ) -> dict[str, LayerTokens]:
     """Compute the tensors of all layers after growth; those of other layers are the same object."""
+    if freeze not in (None, "old"):
+        raise InputError(f"freeze must be 'old' or None, but got {freeze!r}")
     needs_gate = find_theta(theta).gated is not None
     if init not in INITS:
         hint = " (zero keys with zero values would never learn)" if init == "zero" else ""
@@ -256,7 +252,16 @@ def _grow_all(
             taus = [tau.reshape(-1) for tau in (own.nested_tau, own.tau) if tau is not None]
             sizes = (*own.nested, own.num)
             grown[name] = grown[name]._replace(nested=sizes, nested_tau=torch.cat(taus))
+    if freeze and _any_shut(grown) and gate != "fixed":
+        raise InputError(
+            "freeze is 'old', but a learned gate is one parameter for old and new pairs: give "
+            "gate='fixed', or init='duplicate'"
+        )
     return grown
+
+
+def _any_shut(grown: Mapping[str, LayerTokens]) -> bool:
+    return any(own.gate is not None and bool((own.gate == 0).any()) for own in grown.values())
 
 
 def _grow_one(

@@ -26,7 +26,7 @@ from tokenformer_vit.models.checkpoints import check_computation, description_of
 from .distributed import unwrap
 from .loop import by_iteration
 from .models.backbone import num_classes
-from .models.distillation import DistilledClassifier
+from .models.distillation import DistilledClassifier, DistilledHead
 from .optim import AutocastOptimWrapper
 
 __all__ = ["GuardHook", "LazyRuntimeInfoHook", "ProgressHook"]
@@ -95,6 +95,12 @@ def check_run(runner: Any, classes: Sequence[str] | None = None) -> None:
             check_same_classes("val set", dataset.metainfo.get("classes"), loader.dataset)
     if num_classes(model):
         check_same_classes("checkpoint", classes, loader.dataset)
+        tokens = getattr(model.backbone, "has_distillation_token", False)
+        if tokens and not isinstance(model.head, DistilledHead):
+            raise InputError(
+                "the model has a distillation token, which alone would reach this head: set "
+                "model.head.type='DistilledHead'"
+            )
     if isinstance(model, DistilledClassifier):
         check_same_classes("teacher", model.teacher.classes, loader.dataset)
         runner.message_hub.update_info("teacher", model.distillation["teacher"])  # for the record

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
-from tokenformer_vit.models import TokenFormerViT, compile_blocks
+from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.models.checkpoints import load_model
 
 
@@ -22,30 +22,22 @@ class TimmClassificationBackbone(BaseModule):
     """A TokenFormer or timm ViT with pooling, for mmpretrain's ``LinearClsHead``.
 
     mmpretrain's own ``TIMMBackbone`` gives the head tokens without pooling, and its
-    ``TimmClassifier`` renames parameters, so averaged weights cannot be saved.
+    ``TimmClassifier`` renames parameters, so averaged weights cannot be saved. This backbone gives
+    a tuple of the pooled features, (B, C); with a distillation token, of the two tokens.
 
     Args:
         model_name: Name of a registered timm model whose classifier is a linear ``head``.
         pretrained: Start from timm's pretrained weights.
-        checkpoint_path: Start from this checkpoint of the same model. The head of the checkpoint is
-            not used, and positions are resampled for another ``img_size``.
-        compile: Compile each block, for training and evaluation; checkpoints stay the same. A text
-            is a mode of ``torch.compile``, a dict has its arguments.
+        checkpoint_path: Start from this checkpoint of the same model, but for its head; positions
+            are resampled for another ``img_size``.
+        compile: Compile each block; checkpoints stay the same. A text is a mode of
+            ``torch.compile``, a dict has its arguments.
         backend: How a TokenFormer computes Pattention: one of ``tokenformer_vit.ops.BACKENDS``.
-        growth: Arguments of :func:`tokenformer_vit.growth.grow`, which then appends pairs to the
-            model. ``freeze="old"`` trains only the new pairs and the head. Default ``seed``: the
-            seed of the run.
+        growth: Arguments of :func:`tokenformer_vit.growth.grow`, which then appends pairs.
+            ``freeze="old"`` trains only these and the head. Default ``seed``: that of the run.
         frozen: Train only the head: a linear probe. The model stays in evaluation mode, so
             training sees the features that validation sees.
         **kwargs: Arguments of the timm model.
-
-    Raises:
-        InputError: If the model has no linear head, the checkpoint cannot be read or does not fit,
-            ``frozen`` is given together with ``growth``, or ``backend`` for a ViT.
-
-    Shape:
-        (B, in_chans, H, W) -> a tuple of one (B, C), the pooled and normalised features; of a model
-        with a distillation token, a tuple of the class token and that token, (B, C) each.
     """
 
     def __init__(
@@ -63,16 +55,14 @@ class TimmClassificationBackbone(BaseModule):
         self.model: Any
         if frozen and growth:
             raise InputError(
-                "frozen=True would also freeze the pairs that growth appends: set one of the two, "
-                "or train only the new pairs with growth=dict(..., freeze='old')"
+                "frozen=True would also freeze the pairs that growth appends: set one of the two"
             )
         if checkpoint_path:
             self.model = load_model(model_name, Path(checkpoint_path), for_images=False, **kwargs)
             self.model.train().reset_classifier(0)
         else:
-            self.model = timm.create_model(
-                model_name, pretrained=pretrained, num_classes=0, **kwargs
-            )
+            kwargs["num_classes"] = 0
+            self.model = timm.create_model(model_name, pretrained=pretrained, **kwargs)
         self.has_distillation_token = isinstance(self.model, VisionTransformerDistilled)
         check_classifier(self.model, model_name)
         if growth:
@@ -81,11 +71,6 @@ class TimmClassificationBackbone(BaseModule):
         if frozen:
             self.model.requires_grad_(False)
         if backend != "auto":
-            if not isinstance(self.model, TokenFormerViT):
-                raise InputError(
-                    f"backend is {backend!r}, but {model_name} is not a TokenFormer: set "
-                    "backend='auto'"
-                )
             self.model.set_backend(backend)
         compile_blocks(self.model, compile)
 
@@ -107,15 +92,7 @@ class TimmClassificationBackbone(BaseModule):
         return (self.model(x),)
 
     def get_layer_depth(self, param_name: str, prefix: str = "") -> tuple[int, int]:
-        """Return the depth of a parameter, for mmpretrain's layer-wise learning rate decay.
-
-        Args:
-            param_name: Full name of the parameter.
-            prefix: Part of the name before this backbone's own names.
-
-        Returns:
-            The number of the parameter's layer, and the number of layers including the head.
-        """
+        """Return the number of a parameter's layer, and of all layers including the head."""
         layers: Any = group_parameters(
             self.model, self.model.group_matcher(coarse=False), reverse=True
         )
@@ -125,12 +102,11 @@ class TimmClassificationBackbone(BaseModule):
 
 
 def check_classifier(model: Any, name: str) -> None:
-    """Check that a timm model has a linear head, so that it can be a backbone."""
+    """Check that a timm model has a linear head."""
     heads = model.pretrained_cfg.get("classifier")
     if heads != "head" and list(heads or ()) != ["head", "head_dist"]:
         raise InputError(
-            f"{name} has no linear classifier called 'head': choose a TokenFormer or one of timm's "
-            "ViTs"
+            f"{name} has no linear classifier called 'head': choose a TokenFormer or ViT"
         )
 
 

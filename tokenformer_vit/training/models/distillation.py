@@ -23,10 +23,9 @@ from ..data.mixing import LabelHead
 
 
 class Teacher:
-    """A trained timm classifier that only predicts.
+    """A trained timm classifier that only predicts; ``classes`` are the names of its classes.
 
-    It is not a module. Therefore checkpoints, averaged weights, exports and optimisers do not have
-    it, and copies of a classifier share it. ``classes`` are the names of its classes, or None.
+    It is not a module: checkpoints, averaged weights, exports and optimisers do not have it.
     """
 
     def __init__(self, name: str, checkpoint_path: str, student: Any) -> None:
@@ -45,14 +44,13 @@ class Teacher:
         names = model.pretrained_cfg.get("label_names")
         named = isinstance(names, list | tuple) and len(names) == model.num_classes
         self.classes = [str(each) for each in names] if named else None
-        own = resolve_input_data_config(model)
-        self._size = tuple(own["input_size"][1:])
+        own, theirs = student.data_preprocessor, resolve_input_data_config(model)
+        self._size = tuple(theirs["input_size"][1:])
         # The student's values are (v - mean) / std for v from 0 to 255, and timm's have v / 255.
-        mean, std = (torch.tensor(own[key]).view(3, 1, 1) for key in ("mean", "std"))
-        given = (("mean", 0.0), ("std", 1.0))  # without normalisation
-        values = (getattr(student.data_preprocessor, *each) for each in given)
-        student_mean, student_std = (torch.as_tensor(each).cpu() / 255 for each in values)
-        self._scale, self._shift = student_std / std, (student_mean - mean) / std
+        mean, std = (torch.tensor(theirs[key]).view(3, 1, 1) for key in ("mean", "std"))
+        own_mean = torch.as_tensor(getattr(own, "mean", 0.0)).cpu() / 255
+        own_std = torch.as_tensor(getattr(own, "std", 1.0)).cpu() / 255  # 1: not normalised
+        self._scale, self._shift = own_std / std, (own_mean - mean) / std
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Teacher":
         """Return the same teacher, because it never changes."""
@@ -76,9 +74,6 @@ class DistilledHead(LabelHead):
 
     Scores are the mean of both. Under a :class:`DistilledClassifier` labels train the first head,
     and the teacher the second; otherwise labels train the mean. Arguments: as ``LinearClsHead``.
-
-    Shape:
-        A tuple of the class token and the distillation token, (N, C) each -> (N, K).
     """
 
     def __init__(self, num_classes: int, in_channels: int, **kwargs: Any) -> None:
@@ -95,28 +90,17 @@ class DistilledHead(LabelHead):
 class DistilledClassifier(ImageClassifier):
     """mmpretrain's ``ImageClassifier``, which also learns the predictions of a teacher.
 
-    ::
-
-        model = dict(
-            type="DistilledClassifier",
-            distillation=dict(teacher="regnety_160.deit_in1k", labels="hard"),
-        )
-
     Student and teacher see the same augmented and mixed images. With a :class:`DistilledHead` the
     teacher trains a head of its own, which reads the distillation token; with any other, the same
     head as the labels.
 
     Args:
-        distillation: ``teacher``, the name of a timm model with pretrained weights (also
-            ``hf-hub:OWNER/NAME``), an exported folder, or a checkpoint that describes its model.
-            ``checkpoint_path``: weights of the timm model, as a local file. ``labels``: ``hard``
-            (default), the class that the teacher predicts; or ``soft``, all its probabilities.
-            ``weight``: share of the teacher in the loss, 0.5; the true labels have the rest.
-            ``temperature``: divisor of the logits of both models for soft labels, 1.
+        distillation: ``teacher``, the name of a pretrained timm model (also ``hf-hub:...``), an
+            exported folder, or a checkpoint that describes its model. ``checkpoint_path``: local
+            weights of the timm model. ``labels``: ``hard`` (default), the class that the teacher
+            predicts; or ``soft``, all its probabilities. ``weight``: share of the teacher in the
+            loss, 0.5. ``temperature``: divisor of the logits of both models for soft labels, 1.
         **kwargs: Arguments of ``ImageClassifier``.
-
-    Raises:
-        InputError: If ``distillation`` has other keys, or ``labels`` are neither hard nor soft.
 
     Source:
         DeiT, arXiv:2012.12877, equations 2 and 3, which call the weight λ or, for hard labels, 1/2.
@@ -129,8 +113,8 @@ class DistilledClassifier(ImageClassifier):
         labels, keys = self.distillation["labels"], {*defaults, "teacher"}
         if labels not in ("hard", "soft") or self.distillation.keys() != keys:
             raise InputError(
-                f"distillation has {', '.join(self.distillation)} and labels {labels!r}: give "
-                f"{', '.join(sorted(keys))}, with labels 'hard' or 'soft'"
+                f"distillation is {self.distillation}: give {', '.join(sorted(keys))}, with labels "
+                "'hard' or 'soft'"
             )
 
     @cached_property

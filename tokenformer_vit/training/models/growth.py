@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from mmengine.hooks import EMAHook, Hook
@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow, open_gates
-from tokenformer_vit.layers.arguments import COUNTS
+from tokenformer_vit.growth import grow, grow_state_dict, open_gates
+from tokenformer_vit.growth.resize import MOMENTS, whole_layers
 from tokenformer_vit.models.sizes import at_size
 
 from ..distributed import unwrap
@@ -24,52 +24,34 @@ from ..loop import by_iteration
 from ..optim import align_schedulers
 from .nested import NestedTraining
 
-_UNITS = ("epoch", "iteration")
+_UNITS = {"epoch", "iteration"}
 
 
 @HOOKS.register_module()
 class GrowthHook(Hook):
-    """Enlarge the model at given times of a run.
+    """Enlarge the model at given times of a run, with its average, optimiser and schedules.
 
     ::
 
-        custom_hooks = [
-            dict(
-                type="GrowthHook",
-                schedule=[
-                    dict(epoch=100, num_qkv_param_tokens=384, num_ffn_param_tokens=1536),
-                    dict(epoch=200, num_qkv_param_tokens=768, num_ffn_param_tokens=3072),
-                ],
-            )
-        ]
+        dict(type="GrowthHook", schedule=[dict(epoch=100, num_ffn_param_tokens=1536)])
 
-    The config describes the model at the start. The hook grows the model, its average, the
-    optimiser and the schedule of the learning rate, on all processes alike. A resumed run, and a
-    test of a checkpoint, first grow to the size of the checkpoint.
+    The config describes the model at the start. A resumed run, and a test of a checkpoint, first
+    grow to the size of the checkpoint.
 
     Args:
-        schedule: Sizes of the model from a given time on, in order. Each entry has ``epoch`` or
-            ``iteration``, the number finished by then (0 grows the weights that the run starts
-            from), and any of ``num_qkv_param_tokens``, ``num_proj_param_tokens`` and
-            ``num_ffn_param_tokens``, each a number or a list with one for each block.
-        open_iters: Number of iterations in which ``fixed`` gates open evenly after each growth.
-        new_warmup_iters: Number of iterations in which the learning rate of the newest pairs rises
-            evenly to its value after each growth; they are then a group of the optimiser.
+        schedule: Sizes from a given time on, in order. Each entry has ``epoch`` or ``iteration``,
+            the number finished by then (0 grows the weights that the run starts from), and numbers
+            of pairs as for :func:`tokenformer_vit.growth.grow`.
+        open_iters: Iterations in which ``fixed`` gates open evenly after each growth.
+        new_warmup_iters: Iterations in which the learning rate of the newest pairs rises evenly to
+            its value after each growth; they are then a group of the optimiser.
         train_head: Whether the classifier is trained although ``freeze`` is given. Without it, the
             grown model contains the old one unchanged.
-        seed: Seed of the new pairs; default: the seed of the run.
-        **how: Other arguments of :func:`tokenformer_vit.growth.grow`: ``init``, ``gate``,
-            ``nested``, ``moments``, ``new_lr_scale`` and ``freeze``.
-
-    Raises:
-        InputError: If the model would never grow to a size, or a gate never open.
-
-    Source:
-        TokenFormer, arXiv:2410.23168, Section 3.3.
+        **how: ``init``, ``gate``, ``nested``, ``moments``, ``new_lr_scale`` and ``freeze`` of
+            ``grow``.
     """
 
     priority = "HIGHEST"  # before the hooks that check a checkpoint against the model
-    keys: ClassVar[tuple[str, ...]] = tuple(COUNTS.values())  # the sizes that an entry may have
 
     def __init__(
         self,
@@ -77,35 +59,48 @@ class GrowthHook(Hook):
         open_iters: int = 0,
         new_warmup_iters: int = 0,
         train_head: bool = True,
-        seed: int | None = None,
         **how: Any,
     ) -> None:
+        if how.get("moments", "keep") not in MOMENTS:
+            raise InputError(f"moments of GrowthHook must be {' or '.join(MOMENTS)}")
         self.schedule = [dict(event) for event in schedule]
         self.done = 0  # growths so far
         self.how = {"new_lr_scale": 1.0, **how} if new_warmup_iters else how
         self._open_iters, self._warmup_iters = open_iters, new_warmup_iters
-        self._train_head, self._seed = train_head, seed
+        self._train_head = train_head
         self._rates: list[tuple[dict[str, Any], float]] = []  # groups that warm up; their own rates
 
     def before_train(self, runner) -> None:
         """Check that every growth of the schedule happens, and every gate opens."""
-        fault, units = "", {key for event in self.schedule for key in event if key not in self.keys}
-        counted = [{"iteration"}] if by_iteration(runner) else [{"iteration"}, {"epoch"}]
-        if units not in counted or not all(units < event.keys() for event in self.schedule):
-            fault = "needs `iteration` (or `epoch`, if the run counts epochs) in every entry, and "
-            fault += f"any of {', '.join(self.keys)}, but is {self.schedule}"
-        else:
-            times = [self._start(runner, event) for event in self.schedule]
-            room = min(after - before for before, after in pairwise([*times, runner.max_iters]))
-            if room < max(1, self._open_iters):
-                fault = f"grows before iterations {times} of {runner.max_iters}, which leaves "
-                fault += f"{room} iterations after one of them"
+        units = {"iteration"} if by_iteration(runner) else _UNITS
+        if not self.schedule or any(len(units & event.keys()) != 1 for event in self.schedule):
+            raise InputError(f"each entry of GrowthHook.schedule needs {' or '.join(units)}")
+        times = [self._start(runner, event) for event in self.schedule]
+        room = min(after - before for before, after in pairwise([*times, runner.max_iters]))
+        if room < max(1, self._open_iters):
+            raise InputError(
+                f"GrowthHook grows before iterations {times} of {runner.max_iters}, which leaves "
+                f"{room} iterations after one of them: correct its schedule, or train_cfg"
+            )
         if (self._open_iters > 0) != (self.how.get("gate") == "fixed"):
-            fault = f"has open_iters={self._open_iters}, which gate='fixed' needs, and it alone"
+            raise InputError("GrowthHook needs open_iters with gate='fixed', and with it alone")
         if getattr(unwrap(runner.model), "sandwich", False):
-            fault = "cannot grow a model that trains several sizes; see `tokenformer-vit grow`"
-        if fault:
-            raise InputError(f"the schedule of GrowthHook {fault}: correct it, or train_cfg")
+            raise InputError("a model that trains several sizes grows by `tokenformer-vit grow`")
+        self.check_growths(unwrap(runner.model))
+
+    def check_growths(self, model: nn.Module) -> None:
+        """Try all growths on one column of the pairs: a wrong size or name ends the run now."""
+        layers = whole_layers(model)
+        pairs = {
+            name: tensor[:, :1] if tensor.ndim == 2 else tensor
+            for name, tensor in model.state_dict().items()
+            if name.rpartition(".")[0] in layers
+        }
+        theta = next(iter(layers.values())).theta
+        rest = ("split", "moments", "new_lr_scale")
+        how = {key: value for key, value in self.how.items() if key not in rest}
+        for event in self.schedule[self.done :]:
+            pairs = grow_state_dict(pairs, theta=theta, **_sizes(event), **how)
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         """Grow, if a growth is due; open gates, and warm up the rate of new pairs."""
@@ -114,18 +109,13 @@ class GrowthHook(Hook):
             if self._start(runner, event) > runner.iter:
                 break
             check_finite(runner)  # growth would hide which iteration diverged
-            before = _count(runner.model)
             self._grow(runner, runner.optim_wrapper.optimizer)
             _rewrap(runner)
-            after = _count(runner.model)
-            history: list[Any] = list(runner.message_hub.runtime_info.get("growth") or ())
-            history.append({"iteration": runner.iter, "parameters": after, **event})
-            runner.message_hub.update_info("growth", history)
-            sizes = ", ".join(f"{key} {event[key]}" for key in event if key not in _UNITS)
-            runner.logger.info(
-                f"The model grew before iteration {runner.iter + 1} (epoch {runner.epoch + 1}): "
-                f"{sizes}; {before:,} -> {after:,} parameters"
-            )
+            grown = {"iteration": runner.iter, "parameters": _count(runner.model), **event}
+            history = runner.message_hub.runtime_info.get("growth") or []
+            runner.message_hub.update_info("growth", [*history, grown])
+            when = f"before iteration {runner.iter + 1} (epoch {runner.epoch + 1})"
+            runner.logger.info(f"The model grew {when}: {grown}")
         if not self.done:
             return
         since = runner.iter - self._start(runner, self.schedule[self.done - 1])
@@ -173,25 +163,26 @@ class GrowthHook(Hook):
         return event["epoch"] * len(runner.train_dataloader)
 
     def _grow(self, runner, optimizer: Optimizer | None) -> None:
-        event = self.schedule[self.done]
-        sizes = {key: value for key, value in event.items() if key not in _UNITS}
-        seed = self._seed
-        if seed is None:  # the same on all processes, unlike runner.seed
-            seed = runner.message_hub.runtime_info.get("seed") or 0
-        model = unwrap(runner.model)
+        model, sizes = unwrap(runner.model), _sizes(self.schedule[self.done])
+        # The same on all processes, unlike runner.seed.
+        seed = runner.message_hub.runtime_info.get("seed") or 0
         self.grow_model(model, sizes, seed, optimizer)
         if self.how.get("freeze") and self._train_head and hasattr(model, "head"):
             model.head.requires_grad_()  # a language model keeps its frozen head
         for average in _averages(runner):
             self.grow_model(average.module, sizes, seed, None)
             average.module.requires_grad_(False)
-            own = average.module
-            average.avg_parameters = (
-                own.state_dict() if average.update_buffers else dict(own.named_parameters())
-            )
+            parameters = dict(average.module.named_parameters())
+            buffers_too = average.update_buffers
+            average.avg_parameters = average.module.state_dict() if buffers_too else parameters
         if optimizer is not None:
             align_schedulers(runner)
         self.done += 1
+
+
+def _sizes(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of an entry of a schedule."""
+    return {key: value for key, value in event.items() if key not in _UNITS}
 
 
 def _averages(runner) -> list[Any]:
@@ -225,9 +216,8 @@ def _rewrap(runner) -> None:
 class CostHook(Hook):
     """Log the cost of the training so far, with the loss and with every validation.
 
-    ``parameters`` is the present number. ``flops`` is the sum over all images or sequences so far,
-    forward and backward, at the size that the model had then, or at all sizes that a step of a
-    nested model computed. The predictions of a teacher are not counted.
+    ``parameters`` is the present number; ``flops`` the sum over all images or sequences so far,
+    forward and backward, at the sizes that were computed, without the predictions of a teacher.
     """
 
     def __init__(self) -> None:
@@ -247,13 +237,10 @@ class CostHook(Hook):
                 spent += len(batch["inputs"]) * self._known[key] * runner.world_size
         runner.message_hub.update_info("flops", spent)
         if losses_are_due(runner, batch_idx):
-            self._log(runner, "train")
+            self.before_val_epoch(runner, "train")
 
-    def before_val_epoch(self, runner) -> None:
+    def before_val_epoch(self, runner, mode: str = "val") -> None:
         """Log the cost with the results."""
-        self._log(runner, "val")
-
-    def _log(self, runner, mode: str) -> None:
         spent = float(runner.message_hub.runtime_info.get("flops") or 0)
         runner.message_hub.update_scalar(f"{mode}/flops", spent)
         runner.message_hub.update_scalar(f"{mode}/parameters", _count(unwrap(runner.model)))

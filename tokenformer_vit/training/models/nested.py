@@ -11,21 +11,18 @@ from mmpretrain.models import ImageClassifier
 from mmpretrain.registry import MODELS
 from torch import Tensor
 
-from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.models.sizes import at_size
 
-_ALONE = 0.1  # share of a run with ``distill`` in which the largest size is trained alone
+ALONE = 0.1  # share of a run with ``distill`` in which the largest size is trained alone
 
 
 class NestedTraining:
     """What a classifier and a language model share if one ``loss()`` computes several sizes.
 
-    A step computes the largest size, the smallest and a random one between them. All of them are
-    in one loss, so gradients are exchanged, accumulated and clipped once. With ``distill`` a
-    smaller size learns the labels and, with the same weight, the predictions of the next larger
-    size of the step; the largest size is trained alone in the first tenth of the run.
+    A step computes the largest size, the smallest and a random one between them, in one loss. With
+    ``distill`` a smaller size learns the labels and, with the same weight, the predictions of the
+    next larger size of the step; the largest size is trained alone in a tenth of the run.
 
     Source:
         Sandwich rule: arXiv:1903.05134. Distillation: Scala, arXiv:2412.04786.
@@ -34,10 +31,7 @@ class NestedTraining:
     sandwich: bool = False
     distill: bool = False
 
-    @property
-    def sized(self) -> Any:
-        """The TokenFormer."""
-        raise NotImplementedError
+    sized: Any  # the TokenFormer
 
     @property
     def smaller_sizes(self) -> tuple[float, ...]:
@@ -61,23 +55,11 @@ class NestedTraining:
         info = MessageHub.get_current_instance().runtime_info
         iteration = info.get("iter", 0)
         smallest, *inner, largest = self.sized.sizes
-        if self.distill and iteration < _ALONE * info.get("max_iters", 0):
+        if self.distill and iteration < ALONE * info.get("max_iters", 0):
             return (largest,)
         random = np.random.default_rng((info.get("seed") or 0, iteration))
         between = [float(random.choice(inner))] if inner else []
         return (largest, *between, smallest)
-
-    def mean_flops(self, num_tokens: int | None = None) -> int:
-        """Count the FLOPs of training on one image, or row of tokens: the mean over a run."""
-        if not self.sandwich:
-            return training_flops(self.sized, num_tokens)
-        flops = []
-        for size in self.sized.sizes:
-            with at_size(self.sized, size):
-                flops.append(training_flops(self.sized, num_tokens))
-        smallest, *inner, largest = flops
-        smaller = smallest + (sum(inner) / len(inner) if inner else 0)
-        return round(largest + smaller * (1 - _ALONE if self.distill else 1))
 
     def loss_of_sizes(
         self,
@@ -85,10 +67,10 @@ class NestedTraining:
         loss: Callable[[Any], Tensor],
         logits: Callable[[Any], Tensor],
     ) -> dict[str, Tensor]:
-        """Compute the mean loss of the sizes of a step.
+        """Compute the mean of the losses at the sizes of a step.
 
-        ``forward`` computes the batch at the size that is set; ``loss`` and ``logits`` turn its
-        result into the loss by the labels, and into (..., K) logits.
+        ``loss`` and ``logits`` turn the result of ``forward`` into the loss by the labels and into
+        (..., K) logits.
         """
         losses, teacher = [], None
         for size in self.drawn_sizes():
@@ -109,20 +91,12 @@ class NestedTraining:
 class NestedClassifier(NestedTraining, ImageClassifier):
     """mmpretrain's ``ImageClassifier``, trained at several sizes at once.
 
-    ::
-
-        model = dict(type="NestedClassifier", backbone=dict(nested=(0.25, 0.5, 0.75)))
-
-    A validation measures every size of the model: ``accuracy/top1`` is that of the full size, and
-    ``accuracy/top1_at_0.25`` is that of a quarter of the pairs.
+    Its backbone has ``nested``, such as (0.25, 0.5, 0.75). A validation measures every size:
+    ``accuracy/top1`` is that of all pairs, and ``accuracy/top1_at_0.25`` that of a quarter of them.
 
     Args:
         distill: See :class:`NestedTraining`.
-        **kwargs: Arguments of ``ImageClassifier``. The backbone is a
-            ``TimmClassificationBackbone`` with a nested TokenFormer.
-
-    Raises:
-        InputError: If the backbone is not a nested TokenFormer.
+        **kwargs: Arguments of ``ImageClassifier``.
     """
 
     def __init__(self, distill: bool = False, **kwargs: Any) -> None:
@@ -131,9 +105,9 @@ class NestedClassifier(NestedTraining, ImageClassifier):
 
     @property
     def sized(self) -> Any:
-        """The TokenFormer; None if the backbone has none."""
-        model = getattr(self.backbone, "model", None)
-        return model if isinstance(model, TokenFormerViT) else None
+        """The TokenFormer."""
+        backbone: Any = self.backbone
+        return backbone.model
 
     def loss(self, inputs: Tensor, data_samples: Any) -> dict[str, Tensor]:
         """Compute the mean loss of the sizes of a step; images are already mixed."""
