@@ -230,6 +230,10 @@ def test_languages_get_pairs_of_their_own(words, texts):
     planned = planned_runs(LANGUAGES, words, "--data-root", str(texts))
     double = {key: 2 * count for key, count in PAIRS.items()}
     assert planned["first"].settings["model"]["masks"]["new"] == "newstest_en"
+    planned["first"].write_config()
+    cfg = load_config(planned["first"].config)
+    assert cfg.model.type == "masked_lm.MaskedLM"
+    assert [hook.type for hook in cfg.custom_hooks] == ["CostHook", "masked_lm.MasksHook"]
     masked, frozen, unmasked = (
         planned[f"{name}_fr"].settings["model"] for name in ("masked", "frozen", "unmasked")
     )

@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from masked_lm import MaskedLM
 from mmengine.model import ExponentialMovingAverage
 from mmengine.registry import DefaultScope
 from mmpretrain.registry import MODELS
@@ -18,7 +19,7 @@ from torch import nn
 
 import tokenformer_vit.training.language  # noqa: F401  registers CausalLM
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import transformer_lm
+from tokenformer_vit.language import MASKS, byte_tokenizer, save_language_model, transformer_lm
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.split import is_split, split_tokens
 from tokenformer_vit.mmpretrain_names import timm_state_dict
@@ -94,6 +95,33 @@ def test_gradients_of_a_language_model_are_those_of_all_tokens():
     for name, layer in measured_layers(model).items():
         expected = layer.key_param_tokens.grad.norm().item()
         assert measured["layers"][name]["key_grad_norm"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_text_keeps_its_pairs_under_a_mask(tmp_path):
+    shape = {"vocab_size": 300, "context_length": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    first = MaskedLM(config=shape, masks={"new": "en"})
+    save_language_model(first.model, tmp_path, byte_tokenizer())
+    torch.save(first.masks.pairs, tmp_path / MASKS)
+    growth = {"num_qkv_param_tokens": 32, "num_proj_param_tokens": 32, "init": "random"}
+    growth["num_ffn_param_tokens"] = 128
+    masks = {"masks": {"new": "fr"}, "growth": growth, "frozen_stem": True}
+    second = MaskedLM(checkpoint=str(tmp_path), **masks)
+    second.sources = ("en", "fr")
+    rows, source = torch.randint(300, (6, 9)), torch.tensor([1, 0, 1, 0, 0, 1])
+
+    def losses(model):
+        return torch.stack([row["losses"] for row in model(rows, source, mode="predict")])
+
+    before = losses(second)
+    optimizer = torch.optim.AdamW(second.parameters(), lr=0.01, weight_decay=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        second(rows, mode="loss")["loss"].backward()
+        optimizer.step()
+    english = source == 0
+    torch.testing.assert_close(losses(second)[english], losses(first)[english])
+    assert losses(second)[~english].mean() < before[~english].mean()
+    assert [*second.masks.pairs] == ["en", "fr"]
 
 
 def measure_one_layer(keys, theta, tokens):

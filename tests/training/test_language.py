@@ -22,7 +22,6 @@ from torch._dynamo.testing import CompileCounter
 
 from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.language import (
     byte_tokenizer,
     load_language_model,
@@ -330,60 +329,6 @@ def test_tokenizers_of_one_name_and_size_that_differ_are_refused(run, texts, tmp
         run(tmp_path / "run", **options)
 
 
-@pytest.fixture
-def masked(run, tmp_path):
-    """Train on one text, then on another with pairs of its own."""
-    both = ("abc", "xyz")
-
-    def train(frozen_stem):
-        run(tmp_path / "first", text="abc", **{"model.masks": {"new": "abc"}})
-        second = {
-            "model.config": {"_delete_": True},
-            "model.checkpoint": str(tmp_path / "first"),
-            "model.growth": {
-                "num_qkv_param_tokens": 32,
-                "num_proj_param_tokens": 32,
-                "num_ffn_param_tokens": 64,
-                "init": "random",
-            },
-            "model.masks": {"new": "xyz"},
-            "model.frozen_stem": frozen_stem,
-        }
-        return run(tmp_path / "second", text=both, **second)
-
-    return train
-
-
-def test_under_masks_a_text_keeps_its_pairs(masked, texts, tmp_path):
-    runner = masked(frozen_stem=True)
-    first, second = (load_language_model(tmp_path / name) for name in ("first", "second"))
-    layers = pattention_layers(second)
-    for name, layer in pattention_layers(first).items():
-        count = layer.num_param_tokens
-        assert torch.equal(layers[name].key_param_tokens[:count], layer.key_param_tokens)
-        assert torch.equal(layers[name].value_param_tokens[:count], layer.value_param_tokens)
-    # With nothing else trained either, the first text is read as before, through its mask.
-    before = list(scalars(tmp_path / "first")[1].values())[-1]
-    _, val = read_scalars(sorted((tmp_path / "second").glob("*/vis_data/scalars.json")))
-    kept = [line["perplexity/abc"] for line in val.values()]
-    assert kept == pytest.approx([before] * len(kept), rel=1e-6)
-    learned = [line["perplexity/xyz"] for line in val.values()]
-    assert learned[-1] < learned[0]
-    assert [*runner.model.masks.pairs] == ["abc", "xyz"]
-    third = CausalLM(checkpoint=str(tmp_path / "second"), masks={"new": "all"})
-    assert [*third.masks.pairs] == ["abc", "xyz", "all"]
-    # Through all pairs at once it computes something else.
-    rows = inputs_of(texts["abc"])
-    third.sources = ("abc",)
-    with torch.no_grad():
-        losses = [
-            torch.stack([row["losses"] for row in third(rows, mode="predict")]).mean(),
-            third(rows, mode="loss")["loss"],
-        ]
-    assert losses[0].exp().item() == pytest.approx(before, rel=1e-5)
-    assert abs(losses[1] - losses[0]) > 1e-3
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -441,5 +386,3 @@ def test_a_nested_model_is_trained_and_measured_at_every_size(distill):
         teacher = log_p.detach()
     model.sized.set_size(None)
     torch.testing.assert_close(model(inputs, mode="loss")["loss"], torch.stack(losses).mean())
-    with pytest.raises(InputError, match="remove masks or sandwich"):
-        CausalLM("tokenformer", config, masks={"new": "en"}, sandwich=True)

@@ -85,7 +85,6 @@ def test_with_all_patches_visible_the_encoder_is_the_timm_model():
     order = torch.cat([torch.zeros(5, 1, dtype=torch.long), 1 + restore], dim=1)
     tokens = encoded.take_along_dim(order[:, :, None], dim=1)
     torch.testing.assert_close(tokens, model.backbone.model.forward_features(x))
-    torch.testing.assert_close(model(x)[0], model.backbone(x)[0])
 
 
 def stock_mae(model):
@@ -175,8 +174,6 @@ def test_the_loss_of_each_image_averages_to_that_of_the_batch():
     [
         ({**VIT, "class_token": False, "global_pool": "avg"}, {}, ["class token"]),
         ({**VIT, "pos_embed": "none"}, {}, ["position", "vit_base_patch16_224"]),
-        ({**VIT, "img_size": (16, 32)}, {}, ["(16, 32)", "img_size"]),
-        ({**VIT, "img_size": 18}, {}, ["(18, 18)", "patch_size"]),
         (VIT, {"train_cfg": {"augments": [{"type": "Mixup"}]}}, ["train_cfg=None"]),
     ],
 )

@@ -26,6 +26,7 @@ from .variants import PAIRS
 ROOT = Path(__file__).resolve().parents[2]
 PROBES = ("probes", "net2net")  # modules of the folder ablations that a run needs
 _PROBED = {"stem_seed", "frozen_norms", "nested_tau"}  # arguments of ProbeBackbone
+_MASKED = {"masks", "frozen_stem"}  # arguments of MaskedLM
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,13 @@ class Run:
 
 
 def name_probes(cfg: Config) -> None:
-    """Name the classes of ablations/probes.py and net2net.py that the settings of a run need."""
-    backbone = cfg.get("model", {}).get("backbone", {})
+    """Name the classes of the folder ablations that the settings of a run need."""
+    model = cfg.get("model", {})
+    if model.keys() & _MASKED:
+        model["type"] = "masked_lm.MaskedLM"
+        hooks = cfg.get("custom_hooks", [{"type": "CostHook"}])
+        cfg["custom_hooks"] = [*hooks, {"type": "masked_lm.MasksHook"}]
+    backbone = model.get("backbone", {})
     if backbone.keys() & _PROBED:
         backbone["type"] = "ProbeBackbone"
     for hook in cfg.get("custom_hooks", ()):

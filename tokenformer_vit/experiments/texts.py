@@ -65,7 +65,8 @@ class Texts(Question):
         """Return the config that builds the final model of a stage from scratch."""
         grown = {key: size for key, size in (part.get("growth") or {}).items() if key in PAIRS}
         config = {**part["config"], **grown}
-        return {**part, "config": config, "growth": None, "masks": None, "frozen_stem": False}
+        rest = {key: value for key, value in part.items() if key not in ("masks", "frozen_stem")}
+        return {**rest, "config": config, "growth": None}
 
     def columns(self) -> Sequence[Column]:
         """Return the columns of the table."""

@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-import torch
 from mmengine.registry import HOOKS
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import MASKS, check_tokens_agree, load_tokenizer, save_language_model
+from tokenformer_vit.language import check_tokens_agree, load_tokenizer, save_language_model
 
 from ..distributed import unwrap
 from ..export import validated_model
@@ -26,7 +25,6 @@ class LanguageGuardHook(GuardHook):
         datasets = [runner.train_dataloader.dataset]
         if runner.val_loop is not None:
             datasets.append(runner.val_dataloader.dataset)
-            model.sources = datasets[-1].metainfo["sources"]
         for dataset in datasets:
             for key in ("context_length", "vocab_size"):
                 needed, have = dataset.metainfo[key], getattr(model, key)
@@ -43,10 +41,7 @@ class LanguageGuardHook(GuardHook):
 
 @HOOKS.register_module()
 class LanguageResultsHook(ResultsHook):
-    """At the end of a run, draw its curves, export model and tokenizer, and write its record.
-
-    The export is a folder of transformers; of a model with masks it also has ``masks.pt``.
-    """
+    """At the end of a run, draw its curves, export for transformers, and write its record."""
 
     packages = ("transformers", "tokenizers", "datasets")
 
@@ -58,7 +53,4 @@ class LanguageResultsHook(ResultsHook):
     def export(self, runner) -> None:
         """Write the files."""
         model: CausalLM = validated_model(runner)
-        folder = Path(runner.work_dir)
-        save_language_model(model.model, folder, self._tokenizer)
-        if model.masks is not None:
-            torch.save(model.masks.pairs, folder / MASKS)
+        save_language_model(model.model, Path(runner.work_dir), self._tokenizer)
