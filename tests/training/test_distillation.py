@@ -166,6 +166,12 @@ def test_what_cannot_teach_is_refused(teacher, tmp_path):
             _ = build(**arguments).teacher
 
 
+def test_a_distillation_token_needs_its_head(train, tmp_path):
+    name = "model.backbone.model_name=tokenformer_small_distilled"
+    message = train.fails(tmp_path / "run", "--cfg-options", name)
+    assert "model.head.type='DistilledHead'" in message
+
+
 @pytest.mark.slow
 def test_a_run_is_resumed_exactly_and_exports_only_the_student(train, config, tmp_path):
     path, folder = tmp_path / "distilled.py", tmp_path / "teacher"
