@@ -24,19 +24,11 @@ from tokenformer_vit.training.reports import read_scalars
 TOKENFORMER = {
     "type": "TimmClassificationBackbone",
     "model_name": "tokenformer_tiny",
-    "img_size": 16,
-    "patch_size": 4,
-    "embed_dim": 24,
-    "depth": 2,
-    "num_heads": 2,
+    **{"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2},
 }
 VIT = {**TOKENFORMER, "model_name": "vit_tiny_patch16_224"}
-NECK = {
-    "type": "MAEPretrainDecoder",
-    "decoder_embed_dim": 16,
-    "decoder_depth": 1,
-    "decoder_num_heads": 2,
-}
+SHAPE = {"decoder_embed_dim": 16, "decoder_depth": 1, "decoder_num_heads": 2}
+NECK = {"type": "MAEPretrainDecoder", **SHAPE}
 LOSS = {"type": "PixelReconstructionLoss", "criterion": "L2"}
 HEAD = {"type": "MAEPretrainHead", "norm_pix": True, "loss": LOSS}
 
@@ -170,17 +162,16 @@ def test_the_loss_of_each_image_averages_to_that_of_the_batch():
 
 
 @pytest.mark.parametrize(
-    ("backbone", "kwargs", "words"),
+    ("backbone", "kwargs", "message"),
     [
-        ({**VIT, "class_token": False, "global_pool": "avg"}, {}, ["class token"]),
-        ({**VIT, "pos_embed": "none"}, {}, ["position", "vit_base_patch16_224"]),
-        (VIT, {"train_cfg": {"augments": [{"type": "Mixup"}]}}, ["train_cfg=None"]),
+        ({**VIT, "class_token": False, "global_pool": "avg"}, {}, "class token"),
+        ({**VIT, "pos_embed": "none"}, {}, "position .*vit_base_patch16_224"),
+        (VIT, {"train_cfg": {"augments": [{"type": "Mixup"}]}}, "train_cfg=None"),
     ],
 )
-def test_models_that_cannot_be_masked_end_in_one_line(backbone, kwargs, words):
-    with pytest.raises(InputError) as error:
+def test_models_that_cannot_be_masked_are_refused(backbone, kwargs, message):
+    with pytest.raises(InputError, match=message):
         build(backbone, **kwargs)
-    assert all(word in str(error.value) for word in words)
 
 
 # The recipe of MAE as mmpretrain runs it, in tables 8 to 10 of arXiv:2111.06377.
@@ -264,80 +255,49 @@ def test_the_recipe_of_mae_value_by_value(name):
     assert kinds == (["FastRandAugment", "RandomErasing"] if name == "mae_base_finetune" else [])
 
 
-# Four patches of 2 x 2 px in a row: 16, 4 visible.
+# Four patches of 2 x 2 px in a row: 16, 4 visible. The images have no labels.
 CONFIG = """
-_base_ = "{base}"
+_base_ = {base!r}
 model = dict(
     type="MaskedAutoencoder",
-    mask_ratio=0.75,
     backbone=dict(patch_size=2, drop_path_rate=0.0),
-    neck=dict(
-        _delete_=True,
-        type="MAEPretrainDecoder",
-        decoder_embed_dim=16,
-        decoder_depth=1,
-        decoder_num_heads=2,
-    ),
-    head=dict(
-        _delete_=True,
-        type="MAEPretrainHead",
-        norm_pix=True,
-        loss=dict(type="PixelReconstructionLoss", criterion="L2"),
-    ),
+    neck=dict(_delete_=True, **{neck!r}),
+    head=dict(_delete_=True, **{head!r}),
     train_cfg=None,
 )
 data_preprocessor = dict(num_classes=None)
-train_dataloader = dict(num_workers=0)
+pipeline = [dict(type="LoadImage"), dict(type="PackInputs")]
+train_dataloader = dict(dataset=dict(with_label=False, pipeline=pipeline))
 val_pipeline = _base_.val_dataloader.dataset.pipeline
 val_pipeline[-1].meta_keys = ("sample_idx",)
-val_dataloader = dict(num_workers=0, dataset=dict(pipeline=val_pipeline))
+val_dataloader = dict(dataset=dict(with_label=False, pipeline=val_pipeline))
 test_dataloader = val_dataloader
 val_evaluator = dict(_delete_=True, type="ReconstructionError", collect_device="gpu")
 test_evaluator = val_evaluator
-default_hooks = dict(
-    ema=None,
-    checkpoint=dict(by_epoch=False, interval=4),
-)
+default_hooks = dict(ema=None, checkpoint=dict(by_epoch=False, interval=4))
 custom_hooks = [dict(type="CostHook")]
 train_cfg = dict(max_epochs=2)
 """
 
 
 @pytest.fixture(scope="session")
-def masked(train, config, tmp_path_factory):
-    """Pre-training of two epochs of six iterations; return the command and its work directory."""
+def masked(train, config, data_root, tmp_path_factory):
+    """Pre-train for two epochs of six iterations on images without folders of classes."""
     folder = tmp_path_factory.mktemp("mae")
-    (folder / "mae.py").write_text(CONFIG.format(base=config))
-    command = train.of(folder / "mae.py")
-    command(folder / "run")
-    return command, folder / "run"
-
-
-def losses(work_dir):
-    train, val = read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
-    return (
-        {step: record["loss"] for step, record in train.items()},
-        {step: record["reconstruction/error"] for step, record in val.items()},
-    )
-
-
-@pytest.mark.slow
-def test_a_resumed_run_draws_the_same_masks(masked, tmp_path):
-    train, whole = masked
-    train(tmp_path / "resumed", "--resume", str(whole / "iter_4.pth"))
-    expected, expected_val = losses(whole)
-    resumed, resumed_val = losses(tmp_path / "resumed")
-    assert list(expected) == list(range(1, 13))
-    assert resumed == {step: loss for step, loss in expected.items() if step > 4}
-    assert resumed_val == expected_val
-    weights = [load_file(run / "model.safetensors") for run in (whole, tmp_path / "resumed")]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    for file in data_root.glob("*/*/*.png"):
+        split = folder / "data" / file.parts[-3]
+        split.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, split / f"{file.parent.name}_{file.name}")
+    (folder / "mae.py").write_text(CONFIG.format(base=str(config), neck=NECK, head=HEAD))
+    train.of(folder / "mae.py")(folder / "run", "--data-root", str(folder / "data"))
+    return folder / "run"
 
 
 def test_a_run_leaves_an_encoder_for_timm_and_a_record(masked):
-    _, run = masked
+    run = masked
     record = json.loads((run / "record.json").read_text())
-    assert record["reconstruction/error"] == round(losses(run)[1][2], 3)
+    _, val = read_scalars(run.glob("*/vis_data/scalars.json"))
+    assert record["reconstruction/error"] == round(val[2]["reconstruction/error"], 3)
     model = MODELS.build({**load_config(run.parent / "mae.py").model, "data_preprocessor": None})
     assert record["flops"] == 2 * 48 * model.training_flops()
     model = timm.create_model(f"local-dir:{run}", pretrained=True).eval()
@@ -359,7 +319,7 @@ def classifier(config, checkpoint, **more):
 
 
 def test_fine_tuning_starts_from_the_encoder_with_a_new_norm(masked, config):
-    _, run = masked
+    run = masked
     how = {"patch_size": 2, "drop_path_rate": 0.0}
     files = [run / "model.safetensors", run / "iter_12.pth"]
     for file in files:
@@ -377,37 +337,11 @@ def test_fine_tuning_starts_from_the_encoder_with_a_new_norm(masked, config):
         load_model(None, run, global_pool="avg")
 
 
-@pytest.mark.slow
-def test_images_without_labels(masked, data_root, tmp_path):
-    train, run = masked
-    for split in ("train", "val"):
-        (tmp_path / "data" / split).mkdir(parents=True)
-        for file in sorted((data_root / split).glob("*/*.png")):
-            shutil.copy(file, tmp_path / "data" / split / f"{file.parent.name}_{file.name}")
-    path = tmp_path / "unlabelled.py"
-    path.write_text(
-        f"""_base_ = "{run.parent}/mae.py"
-pipeline = [dict(type="LoadImage"), dict(type="PackInputs")]
-train_dataloader = dict(dataset=dict(with_label=False, pipeline=pipeline))
-val_dataloader = dict(dataset=dict(with_label=False))
-"""
-    )
-    train.of(path)(tmp_path / "run", "--data-root", str(tmp_path / "data"))
-    record = json.loads((tmp_path / "run/record.json").read_text())
-    assert record["train_images"] == 48
-    assert (tmp_path / "run/model.safetensors").is_file()
-
-
-def build_probe(**how):
-    neck = {"type": "ClsBatchNormNeck", "input_features": 24, **how}
-    head = {"type": "LabelHead", "num_classes": 3, "in_channels": 24}
-    return MODELS.build(
-        {"type": "ImageClassifier", "backbone": TOKENFORMER, "neck": neck, "head": head}
-    )
-
-
 def test_the_norm_of_a_linear_probe_becomes_a_part_of_the_exported_head():
-    probe = build_probe()
+    neck = {"type": "ClsBatchNormNeck", "input_features": 24}
+    head = {"type": "LabelHead", "num_classes": 3, "in_channels": 24}
+    parts = {"backbone": TOKENFORMER, "neck": neck, "head": head}
+    probe = MODELS.build({"type": "ImageClassifier", **parts})
     probe.neck.bn.running_mean.normal_()
     probe.neck.bn.running_var.uniform_(0.1, 3.0)
     nn.init.normal_(probe.head.fc.weight)

@@ -157,25 +157,10 @@ def test_predictions_and_metrics_of_every_size(batch):
     assert found == {"cross_entropy": pytest.approx(expected, rel=1e-5)}
 
 
-@pytest.mark.parametrize(
-    "backbone",
-    [{"nested": ()}, {"nested": [{"qkv": 0.5}]}, {"model_name": "vit_tiny_patch16_224"}],
-)
-def test_a_model_without_shares_is_refused(backbone):
-    nested = {} if "model_name" in backbone else {"nested": ()}
-    model = {"type": "NestedClassifier", "head": None}
-    with (
-        DefaultScope.overwrite_default_scope("mmpretrain"),
-        pytest.raises(InputError, match=r"nested=\(0\.25, 0\.5, 0\.75\)"),
-    ):
-        MODELS.build({**model, "backbone": {**BACKBONE, **nested, **backbone}})
-
-
-def test_gradient_checkpointing_is_refused(batch):
-    model = build()
-    model.sized.set_grad_checkpointing()
-    with pytest.raises(InputError, match="gradient checkpointing is on"):
-        model.loss(*batch)
+@pytest.mark.parametrize("sizes", [(), [{"qkv": 0.5}]])
+def test_a_model_without_shares_is_refused(sizes):
+    with pytest.raises(InputError, match=r"nested=\(0\.25, 0\.5, 0\.75\)"):
+        build({"nested": sizes})
 
 
 def test_a_step_costs_its_sizes():
@@ -189,26 +174,17 @@ def test_a_step_costs_its_sizes():
 
 
 NESTED = """
-model = dict(
-    type="NestedClassifier",
-    backbone=dict(nested=(0.25, 0.5, 0.75)),
-)
+model = dict(type="NestedClassifier", backbone=dict(nested=(0.25, 0.5, 0.75)))
 train_cfg = dict(max_epochs=2)
 custom_hooks = [dict(type="CostHook")]
 """
 
 
-@pytest.fixture
-def nested(train, config, tmp_path):
-    """Return the command `train` with a nested model, and the path of its config."""
+@pytest.mark.slow
+def test_a_run_is_resumed_exactly_and_its_record_has_every_size(train, config, tmp_path):
     path = tmp_path / "nested.py"
     path.write_text(f"_base_ = {str(config)!r}\n{NESTED}")
-    return train.of(path), path
-
-
-@pytest.mark.slow
-def test_a_run_is_resumed_exactly_and_its_record_has_every_size(nested, tmp_path):
-    train, _ = nested
+    train = train.of(path)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     train(whole)
     resumed.mkdir()
