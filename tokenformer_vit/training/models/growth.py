@@ -97,7 +97,7 @@ class GrowthHook(Hook):
             if name.rpartition(".")[0] in layers
         }
         theta = next(iter(layers.values())).theta
-        rest = ("split", "moments", "new_lr_scale")
+        rest = ("moments", "new_lr_scale")
         how = {key: value for key, value in self.how.items() if key not in rest}
         for event in self.schedule[self.done :]:
             pairs = grow_state_dict(pairs, theta=theta, **_sizes(event), **how)
