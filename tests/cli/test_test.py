@@ -59,6 +59,7 @@ _pipeline = [
     dict(type="PackInputs"),
 ]
 test_dataloader = dict(batch_size=16, num_workers=0, dataset=dict(pipeline=_pipeline))
+test_evaluator = dict(topk=(1,))
 """
 
 

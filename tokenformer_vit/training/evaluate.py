@@ -14,9 +14,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from mmengine.config import Config, ConfigDict
 from mmengine.dist import all_gather_object, is_main_process
-from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
-from mmpretrain.registry import METRICS
 from sklearn.metrics import ConfusionMatrixDisplay, precision_recall_fscore_support
 from tqdm import tqdm
 
@@ -31,38 +29,6 @@ from .runner import TrainingRunner
 
 _COLUMNS = ("index", "class", "precision", "recall", "f1-score", "support")
 _MANY = 30  # above this many classes, the numbers are only in the files
-
-
-@METRICS.register_module()
-class Predictions(BaseMetric):
-    """The true and the most likely class of each image, in the order of the data set.
-
-    Processes take the images in turn; their sampler needs ``round_up=False``.
-    """
-
-    default_prefix = ""
-
-    def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
-        """Note path, label, most likely class and its probability."""
-        scores, best = torch.stack([each["pred_score"] for each in data_samples]).max(dim=1)
-        paths = [str(each.get("img_path", each.get("sample_idx", ""))) for each in data_samples]
-        labels = torch.cat([each["gt_label"] for each in data_samples]).tolist()
-        self.results += zip(paths, labels, best.tolist(), scores.tolist(), strict=True)
-
-    def evaluate(self, size: int) -> dict[str, list]:
-        """Return the rows of all processes as ``rows``."""
-        parts, self.results = all_gather_object(self.results), []
-        rows = [row for turn in zip_longest(*parts) for row in turn if row is not None]
-        if not all(math.isfinite(score) for *_, score in rows):
-            raise InputError(
-                "the model's output is not finite: its training diverged; test an earlier "
-                "checkpoint"
-            )
-        return {"rows": rows}
-
-    def compute_metrics(self, results: list) -> dict[str, list]:
-        """Return the rows of one process."""
-        return {"rows": results}
 
 
 def configure_test(cfg: Config, checkpoint: Path, out: Path) -> None:
@@ -87,9 +53,11 @@ def configure_test(cfg: Config, checkpoint: Path, out: Path) -> None:
         for start in ("checkpoint_path", "pretrained"):  # the training's start may be gone
             part.pop(start, None)
     evaluators = cfg.test_evaluator
-    evaluators = evaluators if isinstance(evaluators, list) else [evaluators]
+    cfg.test_evaluator = evaluators = evaluators if isinstance(evaluators, list) else [evaluators]
     if all(each.type in ("Accuracy", "AccuracyAndLoss") for each in evaluators):
-        cfg.test_evaluator = [{"type": "AccuracyAndLoss"}, {"type": "Predictions"}]
+        default = (1,) if evaluators[0].type == "Accuracy" else (1, 5)
+        topk = evaluators[0].get("topk", default)
+        cfg.test_evaluator = [{"type": "AccuracyAndLoss", "topk": topk}]
         cfg.test_dataloader.sampler.round_up = False
         for dataset in datasets(cfg.test_dataloader.dataset):
             for step in dataset.pipeline:
@@ -103,10 +71,13 @@ def configure_test(cfg: Config, checkpoint: Path, out: Path) -> None:
 
 
 class _TestHook(Hook):
-    """Shows progress, and notes the epoch of the weights; an exported file does not say it."""
+    """Shows progress, notes the epoch of the weights and, if wanted, the answer to each image."""
 
-    epoch: int | None = None
+    epoch: int | None = None  # an exported file does not say it
     averaged: bool | None = None
+
+    def __init__(self, notes_answers: bool) -> None:
+        self._notes_answers, self._rows = notes_answers, []
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         if "epoch" in checkpoint.get("meta", {}):
@@ -118,11 +89,26 @@ class _TestHook(Hook):
         number = len(runner.test_dataloader)
         self._bar = tqdm(total=number, disable=hidden, desc="testing", leave=False)
 
-    def after_test_iter(self, *_args: Any, **_kwargs: Any) -> None:
+    def after_test_iter(
+        self, runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
         self._bar.update()
+        if self._notes_answers:
+            scores, best = torch.stack([each.pred_score for each in outputs]).max(dim=1)
+            paths = [str(each.get("img_path", each.get("sample_idx", ""))) for each in outputs]
+            labels = torch.cat([each.gt_label for each in outputs]).tolist()
+            self._rows += zip(paths, labels, best.tolist(), scores.tolist(), strict=True)
 
     def after_test(self, runner) -> None:
         self._bar.close()
+
+    def rows(self) -> list[tuple]:
+        """Return path, label, most likely class and its probability, in the order of the data."""
+        turns = zip_longest(*all_gather_object(self._rows))  # processes take images in turn
+        rows = [row for turn in turns for row in turn if row is not None]
+        if not all(math.isfinite(score) for *_, score in rows):
+            raise InputError("the model's output is not finite: test an earlier checkpoint")
+        return rows
 
 
 def run_test(cfg: Config, cfg_options: Mapping[str, Any] | None = None) -> None:
@@ -131,13 +117,13 @@ def run_test(cfg: Config, cfg_options: Mapping[str, Any] | None = None) -> None:
     ``cfg_options`` are the values that the user overrode in the config, for the record.
     """
     runner = TrainingRunner.from_cfg(cfg)
-    hook = _TestHook()
+    kinds = [each.type for each in cfg.test_evaluator]
+    hook = _TestHook(notes_answers=kinds == ["AccuracyAndLoss"])
     runner.register_hook(hook)
     runner.load_or_resume()  # wrong weights are found before the data are read
-    metrics = runner.test()
+    metrics, rows = runner.test(), hook.rows()
     if not is_main_process():
         return
-    rows = metrics.pop("rows", [])
     dataset: Any = runner.test_dataloader.dataset
     classes: list[str] = list(dataset.metainfo.get("classes") or ())
     record = {
