@@ -5,7 +5,6 @@ import timm
 import torch
 from mmengine.runner import load_checkpoint
 from mmpretrain.registry import MODELS
-from safetensors.torch import load_file
 from timm.data import resolve_input_data_config
 
 from tokenformer_vit.cli import export
@@ -40,18 +39,10 @@ def test_timm_to_mmpretrain_and_back(name, kwargs, given, tmp_path, capsys):
     run(source, target)
     assert str(target) in capsys.readouterr().out
 
-    classifier = MODELS.build(
-        {
-            "type": "mmpretrain.ImageClassifier",
-            "backbone": {
-                "type": "TimmClassificationBackbone",
-                "model_name": name,
-                **SHAPE,
-                **kwargs,
-            },
-            "head": {"type": "mmpretrain.LinearClsHead", "num_classes": 3, "in_channels": 24},
-        }
-    ).eval()
+    backbone = {"type": "TimmClassificationBackbone", "model_name": name, **SHAPE, **kwargs}
+    head = {"type": "mmpretrain.LinearClsHead", "num_classes": 3, "in_channels": 24}
+    of_parts = {"type": "mmpretrain.ImageClassifier", "backbone": backbone, "head": head}
+    classifier = MODELS.build(of_parts).eval()
     content = load_checkpoint(classifier, str(target), strict=True)
     assert classes_of(content) == ["ant", "bee", "cat"]
     images = torch.randn(2, 3, 16, 16)
@@ -60,7 +51,6 @@ def test_timm_to_mmpretrain_and_back(name, kwargs, given, tmp_path, capsys):
 
     run(target, tmp_path / "back")
     before, after = (tmp_path / folder / "model.safetensors" for folder in ("timm", "back"))
-    assert load_file(before).keys() == load_file(after).keys()
     assert before.read_bytes() == after.read_bytes()
     before, after = (load_model(None, path) for path in (before, after))
     assert resolve_input_data_config(before) == resolve_input_data_config(after)
@@ -83,24 +73,15 @@ def test_the_folder_gets_the_name_that_is_given(tmp_path):
     shape = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 3}
     model = timm.create_model("tokenformer_tiny", **shape, num_classes=10)
     save_model(model, tmp_path / "trained", data_config={"mean": (0.1, 0.2, 0.3)})
-    run(
-        tmp_path / "trained/model.safetensors",
-        tmp_path / "out",
-        "--model",
-        "tokenformer_cifar10_micro",
-    )
+    source = tmp_path / "trained/model.safetensors"
+    with pytest.raises(InputError, match=r"does not fit vit_base_patch16_224: .*768"):
+        run(source, tmp_path / "out", "--model", "vit_base_patch16_224")
+    run(source, tmp_path / "out", "--model", "tokenformer_cifar10_micro")
     again = load_model(None, tmp_path / "out")
     assert again.pretrained_cfg["architecture"] == "tokenformer_cifar10_micro"
     assert tuple(again.pretrained_cfg["mean"]) == (0.1, 0.2, 0.3)
     tensors = model.state_dict()
     assert all(torch.equal(tensors[name], each) for name, each in again.state_dict().items())
-
-
-def test_a_model_that_is_not_that_of_the_file(tmp_path):
-    save_model(timm.create_model("tokenformer_tiny", **SHAPE), tmp_path / "timm")
-    words = (tmp_path / "timm/model.safetensors", tmp_path / "out", "--model")
-    with pytest.raises(InputError, match=r"does not fit vit_base_patch16_224: .*768"):
-        run(*words, "vit_base_patch16_224")
 
 
 def test_what_is_no_classifier_or_stands_there_already(tmp_path):
@@ -114,7 +95,7 @@ def test_what_is_no_classifier_or_stands_there_already(tmp_path):
     assert (tmp_path / "there.pth").read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["m.safetensors", "m.pt", "m.PTH", "m.json"])
+@pytest.mark.parametrize("name", ["m.safetensors", "m.PTH"])
 def test_a_folder_does_not_get_the_name_of_a_file(name, tmp_path):
     save_model(timm.create_model("tokenformer_tiny", **SHAPE), tmp_path / "timm")
     suffix = name.removeprefix("m")
