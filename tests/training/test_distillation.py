@@ -190,9 +190,9 @@ def test_a_run_is_resumed_exactly_and_exports_only_the_student(train, config, tm
     train(resumed, "--amp", "--resume", str(resumed / "epoch_1.pth"))
     states = [torch.load(each / "epoch_2.pth", weights_only=True) for each in (whole, resumed)]
     for part in ("state_dict", "ema_state_dict"):
+        assert not any("teacher" in name for name in states[0][part])
         for name, tensor in states[0][part].items():
             assert torch.equal(tensor, states[1][part][name]), name
-        assert not any("teacher" in name for name in states[0][part])
     record = json.loads((whole / "record.json").read_text())
     assert record["teacher"] == str(folder)
     assert "teacher" in (whole / "README.md").read_text()

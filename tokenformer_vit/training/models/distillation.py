@@ -88,7 +88,7 @@ class DistilledHead(LabelHead):
 
 @MODELS.register_module()
 class DistilledClassifier(ImageClassifier):
-    """mmpretrain's ``ImageClassifier``, which also learns the predictions of a teacher.
+    """mmpretrain's ``ImageClassifier``, which also learns what a teacher predicts, as in DeiT.
 
     Student and teacher see the same augmented and mixed images. With a :class:`DistilledHead` the
     teacher trains a head of its own, which reads the distillation token; with any other, the same
@@ -101,9 +101,6 @@ class DistilledClassifier(ImageClassifier):
             predicts; or ``soft``, all its probabilities. ``weight``: share of the teacher in the
             loss, 0.5. ``temperature``: divisor of the logits of both models for soft labels, 1.
         **kwargs: Arguments of ``ImageClassifier``.
-
-    Source:
-        DeiT, arXiv:2012.12877, equations 2 and 3, which call the weight λ or, for hard labels, 1/2.
     """
 
     def __init__(self, distillation: dict[str, Any], **kwargs: Any) -> None:
@@ -140,7 +137,7 @@ class DistilledClassifier(ImageClassifier):
         }
 
     def _taught(self, logits: Tensor, teacher: Tensor) -> Tensor:
-        """Compute the loss of the teacher's labels; both (N, K) logits -> ()."""
+        """Compute the loss of the teacher's labels: arXiv:2012.12877, equations 2 and 3."""
         logits, teacher = logits.float(), teacher.float()
         if self.distillation["labels"] == "hard":
             return F.cross_entropy(logits, teacher.argmax(dim=1))

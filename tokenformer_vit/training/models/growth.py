@@ -31,17 +31,14 @@ _UNITS = {"epoch", "iteration"}
 class GrowthHook(Hook):
     """Enlarge the model at given times of a run, with its average, optimiser and schedules.
 
-    ::
-
-        dict(type="GrowthHook", schedule=[dict(epoch=100, num_ffn_param_tokens=1536)])
-
     The config describes the model at the start. A resumed run, and a test of a checkpoint, first
     grow to the size of the checkpoint.
 
     Args:
-        schedule: Sizes from a given time on, in order. Each entry has ``epoch`` or ``iteration``,
-            the number finished by then (0 grows the weights that the run starts from), and numbers
-            of pairs as for :func:`tokenformer_vit.growth.grow`.
+        schedule: Sizes from a given time on, as ``[dict(epoch=100, num_ffn_param_tokens=1536)]``.
+            Each entry has ``epoch`` or ``iteration``, the number finished by then (0 grows the
+            weights that the run starts from), and numbers of pairs as for
+            :func:`tokenformer_vit.growth.grow`.
         open_iters: Iterations in which ``fixed`` gates open evenly after each growth.
         new_warmup_iters: Iterations in which the learning rate of the newest pairs rises evenly to
             its value after each growth; they are then a group of the optimiser.
@@ -104,10 +101,8 @@ class GrowthHook(Hook):
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         """Grow, if a growth is due; open gates, and warm up the rate of new pairs."""
-        while self.done < len(self.schedule):
-            event = self.schedule[self.done]
-            if self._start(runner, event) > runner.iter:
-                break
+        coming = self.schedule[self.done :]
+        for event in [each for each in coming if self._start(runner, each) <= runner.iter]:
             check_finite(runner)  # growth would hide which iteration diverged
             self._grow(runner, runner.optim_wrapper.optimizer)
             _rewrap(runner)

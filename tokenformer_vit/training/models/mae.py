@@ -1,7 +1,4 @@
-"""Pre-training by masked image modelling (MAE): the encoder sees only the visible patches.
-
-Decoder, target and loss are mmpretrain's; the encoder is the timm model itself.
-"""
+"""Pre-training by masked image modelling (MAE): a timm model encodes only the visible patches."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,7 +17,7 @@ from tokenformer_vit.errors import InputError
 
 @MODELS.register_module()
 class MaskedAutoencoder(MAE):
-    """mmpretrain's ``MAE`` with a timm model as its encoder.
+    """mmpretrain's ``MAE`` (arXiv:2111.06377) with a timm model as its encoder.
 
     Decoder and target take their sizes from the encoder. The position embeddings are fixed: sines
     and cosines in two dimensions, or those of loaded weights; fine-tuning trains them. Masks are
@@ -32,9 +29,6 @@ class MaskedAutoencoder(MAE):
         mask_ratio: Share of the patches that the encoder does not see.
         train_cfg: None, or no augments, which are for classifiers.
         **kwargs: Other arguments of ``MAE``.
-
-    Source:
-        Masked Autoencoders Are Scalable Vision Learners, arXiv:2111.06377.
     """
 
     backbone: Any
@@ -53,8 +47,14 @@ class MaskedAutoencoder(MAE):
         if train_cfg and train_cfg.get("augments"):
             raise InputError("a MaskedAutoencoder does not mix images: set model.train_cfg=None")
         encoder: Any = MODELS.build(dict(backbone))
-        _check_encoder(encoder.model, backbone["model_name"])
         vit, stem = encoder.model, encoder.model.patch_embed
+        # Others would compute without a class token, or without their positions.
+        tokens = isinstance(vit, VisionTransformer) and vit.cls_token is not None
+        if not tokens or vit.pos_embed is None or getattr(vit, "rope", None) is not None:
+            raise InputError(
+                "MAE needs a class token and only absolute position embeddings, unlike "
+                f"{backbone['model_name']}: choose a TokenFormer, or vit_base_patch16_224"
+            )
         # The head refuses images that do not consist of n x n square patches.
         side, patch = stem.grid_size[0], stem.patch_size[0]
         decoder = {"num_patches": side**2, "embed_dim": vit.embed_dim, "in_chans": vit.in_chans}
@@ -124,13 +124,3 @@ class MaskedAutoencoder(MAE):
         """Return the mean ``loss`` of the masked patches; labels are not used."""
         encoded, mask, restore = self.encode(inputs)
         return {"loss": self.head.loss(self.neck(encoded, restore), inputs, mask)}
-
-
-def _check_encoder(vit: Any, name: str) -> None:
-    """Refuse models that would compute without a class token, or without their positions."""
-    tokens = isinstance(vit, VisionTransformer) and vit.cls_token is not None
-    if not tokens or vit.pos_embed is None or getattr(vit, "rope", None) is not None:
-        raise InputError(
-            f"MAE needs a class token and only absolute position embeddings, unlike {name}: choose "
-            "a TokenFormer, or a ViT such as vit_base_patch16_224"
-        )

@@ -20,17 +20,14 @@ ALONE = 0.1  # share of a run with ``distill`` in which the largest size is trai
 class NestedTraining:
     """What a classifier and a language model share if one ``loss()`` computes several sizes.
 
-    A step computes the largest size, the smallest and a random one between them, in one loss. With
-    ``distill`` a smaller size learns the labels and, with the same weight, the predictions of the
-    next larger size of the step; the largest size is trained alone in a tenth of the run.
-
-    Source:
-        Sandwich rule: arXiv:1903.05134. Distillation: Scala, arXiv:2412.04786.
+    A step computes the largest size, the smallest and a random one between them, in one loss (the
+    sandwich rule, arXiv:1903.05134). With ``distill`` (Scala, arXiv:2412.04786) a smaller size
+    learns the labels and, with the same weight, the predictions of the next larger size of the
+    step; the largest size is trained alone in the first tenth of the run.
     """
 
     sandwich: bool = False
     distill: bool = False
-
     sized: Any  # the TokenFormer
 
     @property
