@@ -1,9 +1,7 @@
 # cifar10_mini with patches of 8 px, four times as fast: for ablations of growth and tuning.
 #
-# Paper:     none
 # Data:      tokenformer-vit prepare-data cifar10_parquet data/cifar10_10k \
 #                --limit 10000 --limit-val 2000
-#            (download: configs/README.md, "Data")
 # Batch:     128
 # Hardware:  one CPU core; minutes in ablations/TABLES.md
 # Command:   tokenformer-vit train configs/cifar10_micro.py

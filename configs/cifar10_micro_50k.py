@@ -1,8 +1,6 @@
 # cifar10_micro on all 50,000 images, in memory, compiled and in bfloat16: for long ablations.
 #
-# Paper:     none
 # Data:      tokenformer-vit prepare-data cifar10_parquet data/cifar10
-#            (download: configs/README.md, "Data")
 # Batch:     128
 # Hardware:  one CPU core; minutes in ablations/TABLES.md
 # Command:   tokenformer-vit train configs/cifar10_micro_50k.py

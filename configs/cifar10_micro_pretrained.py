@@ -1,8 +1,6 @@
 # The training of tokenformer_cifar10_micro, whose weights are in the package.
 #
-# Paper:     none
 # Data:      tokenformer-vit prepare-data cifar10_parquet data/cifar10
-#            (download: configs/README.md, "Data")
 # Batch:     128
 # Hardware:  one CPU core, shared with other programs: 52 minutes
 # Command:   tokenformer-vit train configs/cifar10_micro_pretrained.py

@@ -1,8 +1,6 @@
 # TokenFormer-Ti/4 on CIFAR-10 at 32 px, from scratch, in a short schedule.
 #
-# Paper:     none
 # Data:      tokenformer-vit prepare-data cifar10_parquet data/cifar10
-#            (download: configs/README.md, "Data")
 # Batch:     256 on one GPU
 # Hardware:  a GPU run of the full set over 50 epochs: not run
 # Command:   tokenformer-vit train configs/cifar10_tiny.py --amp

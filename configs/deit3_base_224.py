@@ -3,7 +3,6 @@
 # Paper:     none; DeiT III's ViT-B: 83.8 % top-1 (arXiv:2204.07118)
 # Start:     work_dirs/deit3_base/model.safetensors, which deit3_base writes
 # Batch:     512 = 8 GPUs x 64
-# Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/deit3_base_224.py --launcher pytorch --amp
 # Expected:  not run

@@ -2,7 +2,6 @@
 #
 # Paper:     none; DeiT III's ViT-L: 84.9 % top-1 after both stages (arXiv:2204.07118)
 # Batch:     2048 = 32 GPUs x 64, or 8 GPUs x 64 with 4 steps of accumulation
-# Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/deit3_large.py --launcher pytorch --amp \
 #                --cfg-options optim_wrapper.accumulative_counts=4

@@ -2,7 +2,6 @@
 #
 # Paper:     none; DeiT III's ViT-S: 81.4 % top-1 (arXiv:2204.07118)
 # Batch:     2048 = 8 GPUs x 256
-# Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/deit3_small.py --launcher pytorch --amp
 # Expected:  not run

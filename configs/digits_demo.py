@@ -1,6 +1,5 @@
 # A small TokenFormer on scikit-learn's 1,797 handwritten digits, 8 px: the demonstration.
 #
-# Paper:     none
 # Data:      tokenformer-vit prepare-data --digits data/digits
 # Batch:     64 on a CPU
 # Hardware:  2 CPU cores
@@ -22,11 +21,8 @@ model = dict(
     train_cfg=dict(augments=[dict(type="Mixup", alpha=0.2)]),
 )
 data_preprocessor = dict(num_classes=10, mean=[78.0] * 3, std=[96.0] * 3)
-train_pipeline = [
-    dict(type="LoadImage"),
-    dict(type="Rotate", angle=10.0, prob=0.5),
-    dict(type="PackLabels"),
-]
+train_pipeline = _base_.train_pipeline
+train_pipeline[1:-1] = [dict(type="Rotate", angle=10.0, prob=0.5)]
 test_pipeline = _base_.test_pipeline
 test_pipeline[1].update(input_size=(3, 8, 8), crop_pct=1.0)
 train_dataloader = dict(
@@ -37,12 +33,8 @@ val_dataloader = dict(
 )
 test_dataloader = val_dataloader
 
-param_scheduler = [
-    dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=3, convert_to_iter_based=True),
-    dict(
-        type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=3, convert_to_iter_based=True
-    ),
-]
+param_scheduler = _base_.param_scheduler
+param_scheduler[0].end = param_scheduler[1].begin = 3
 train_cfg = dict(max_epochs=40, val_interval=2)
 default_hooks = dict(ema=dict(momentum=2e-2), logger=dict(interval=22))
 auto_scale_lr = dict(base_batch_size=64)

@@ -5,7 +5,6 @@
 # Paper:     none; DeiT-S has 79.8 % from labels and 81.2 % from hard labels of this teacher, with
 #            DeiT's recipe (arXiv:2012.12877)
 # Batch:     4096 = 8 GPUs x 256 with 2 steps of accumulation
-# Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/distill_imagenet_small.py --launcher pytorch --amp \
 #                --batch-size 256 --cfg-options optim_wrapper.accumulative_counts=2

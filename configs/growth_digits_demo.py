@@ -1,6 +1,5 @@
 # digits_demo with growth during the run: a quarter of the pairs, then half, then all.
 #
-# Paper:     none
 # Data:      tokenformer-vit prepare-data --digits data/digits
 # Batch:     64 on a CPU
 # Hardware:  2 CPU cores, under a minute
@@ -11,23 +10,8 @@ _base_ = "digits_demo.py"
 model = dict(
     backbone=dict(num_qkv_param_tokens=24, num_proj_param_tokens=24, num_ffn_param_tokens=96)
 )
-custom_hooks = [
-    dict(type="CostHook"),
-    dict(
-        type="GrowthHook",
-        schedule=[
-            dict(
-                epoch=13,
-                num_qkv_param_tokens=48,
-                num_proj_param_tokens=48,
-                num_ffn_param_tokens=192,
-            ),
-            dict(
-                epoch=26,
-                num_qkv_param_tokens=96,
-                num_proj_param_tokens=96,
-                num_ffn_param_tokens=384,
-            ),
-        ],
-    ),
+schedule = [
+    dict(epoch=13, num_qkv_param_tokens=48, num_proj_param_tokens=48, num_ffn_param_tokens=192),
+    dict(epoch=26, num_qkv_param_tokens=96, num_proj_param_tokens=96, num_ffn_param_tokens=384),
 ]
+custom_hooks = [dict(type="CostHook"), dict(type="GrowthHook", schedule=schedule)]

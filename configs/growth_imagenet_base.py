@@ -3,7 +3,6 @@
 #
 # Paper:     none; it grows language models only (arXiv:2410.23168, Section 3.3)
 # Batch:     4096, as imagenet_base
-# Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/growth_imagenet_base.py --launcher pytorch --amp \
 #                --batch-size 128 --cfg-options optim_wrapper.accumulative_counts=4
@@ -13,24 +12,8 @@ _base_ = "imagenet_base.py"
 model = dict(
     backbone=dict(num_qkv_param_tokens=192, num_proj_param_tokens=192, num_ffn_param_tokens=768)
 )
-custom_hooks = [
-    dict(type="CostHook"),
-    dict(
-        type="GrowthHook",
-        schedule=[
-            dict(
-                epoch=100,
-                num_qkv_param_tokens=384,
-                num_proj_param_tokens=384,
-                num_ffn_param_tokens=1536,
-            ),
-            dict(
-                epoch=200,
-                num_qkv_param_tokens=768,
-                num_proj_param_tokens=768,
-                num_ffn_param_tokens=3072,
-            ),
-        ],
-        init="zero_key",
-    ),
+schedule = [
+    dict(epoch=100, num_qkv_param_tokens=384, num_proj_param_tokens=384, num_ffn_param_tokens=1536),
+    dict(epoch=200, num_qkv_param_tokens=768, num_proj_param_tokens=768, num_ffn_param_tokens=3072),
 ]
+custom_hooks = [dict(type="CostHook"), dict(type="GrowthHook", schedule=schedule, init="zero_key")]

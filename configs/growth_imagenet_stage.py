@@ -3,7 +3,6 @@
 #
 # Paper:     none; its language models train a tenth of the tokens a stage (arXiv:2410.23168, 3.3)
 # Batch:     4096, as imagenet_base
-# Hardware:  not run
 # Command:   tokenformer-vit grow work_dirs/imagenet_base_matched work_dirs/imagenet_base_grown \
 #                --qkv 768 --proj 768 --ffn 3072
 #            torchrun --nproc_per_node=8 --no-python \
@@ -13,8 +12,6 @@
 _base_ = "imagenet_base.py"
 
 load_from = "work_dirs/imagenet_base_grown/model.safetensors"
-param_scheduler = [
-    dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=5, convert_to_iter_based=True),
-    dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=5),
-]
+param_scheduler = _base_.param_scheduler
+param_scheduler[0].end = param_scheduler[1].begin = 5
 train_cfg = dict(max_epochs=60)

@@ -3,7 +3,6 @@
 #
 # Paper:     none; the rule is that of slimmable networks (arXiv:1903.05134)
 # Batch:     4096 = 8 GPUs x 64 with 8 steps of accumulation; a step holds three sizes in memory
-# Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/imagenet_base_nested.py --launcher pytorch --amp \
 #                --batch-size 64 --cfg-options optim_wrapper.accumulative_counts=8

@@ -2,7 +2,6 @@
 #
 # Paper:     no model of this size
 # Batch:     4096 = 32 GPUs x 128, or 8 GPUs x 256 with 2 steps of accumulation
-# Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/imagenet_small.py --launcher pytorch --amp \
 #                --batch-size 256 --cfg-options optim_wrapper.accumulative_counts=2

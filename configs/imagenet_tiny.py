@@ -2,7 +2,6 @@
 #
 # Paper:     no model of this size
 # Batch:     4096 = 32 GPUs x 128, or 8 GPUs x 512
-# Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/imagenet_tiny.py --launcher pytorch --amp \
 #                --batch-size 512

@@ -1,10 +1,7 @@
 # TokenFormer-Ti/8 on Imagenette (ten ImageNet classes) at 128 px, from scratch.
 #
-# Paper:     none
 # Data:      tokenformer-vit prepare-data imagenette_parquet data/imagenette
-#            (download: configs/README.md, "Data")
 # Batch:     128 on one GPU
-# Hardware:  not run
 # Command:   tokenformer-vit train configs/imagenette_tiny.py --amp
 # Expected:  not run
 _base_ = ["_base_/tokenformer.py", "_base_/folders.py", "_base_/short_supervised.py"]

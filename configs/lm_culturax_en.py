@@ -5,7 +5,6 @@
 # Data:      tokenformer-vit prepare-text --hub uonlp/CulturaX --hub-config en data/culturax_en \
 #                --tokenizer gpt2 --context-length 1024 --limit-tokens 1000000000, and so fr and es
 # Batch:     8
-# Hardware:  not run
 # Command:   tokenformer-vit train configs/lm_culturax_en.py --amp
 # Expected:  not run
 _base_ = "_base_/language.py"

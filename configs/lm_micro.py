@@ -1,6 +1,5 @@
 # A TokenFormer of 0.15 M parameters on the bytes of tiny Shakespeare, for the language ablations.
 #
-# Paper:     none
 # Data:      tokenformer-vit prepare-text input.txt data/tinyshakespeare_64 --context-length 64 \
 #                --val-share 0.1
 # Batch:     32

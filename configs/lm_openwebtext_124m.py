@@ -6,7 +6,6 @@
 #                --tokenizer gpt2 --context-length 1024
 #            (if datasets refuses it as a script: --hub-revision refs/convert/parquet)
 # Batch:     480 = 8 GPUs x 12 with 5 steps
-# Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/lm_openwebtext_124m.py --launcher pytorch --amp \
 #                --batch-size 12 --cfg-options optim_wrapper.accumulative_counts=5
@@ -18,9 +17,7 @@ train_dataloader = dict(dataset=dict(data_root="data/openwebtext"))
 val_dataloader = dict(dataset=dict(data_root="data/openwebtext"))
 test_dataloader = val_dataloader
 # 480 x 1024 tokens a step, 600,000 steps: nanoGPT's GPT-2, https://github.com/karpathy/nanoGPT
-param_scheduler = [
-    dict(type="LinearLR", start_factor=1e-3, by_epoch=False, end=2000),
-    dict(type="CosineAnnealingLR", eta_min=6e-5, by_epoch=False, begin=2000),
-]
+param_scheduler = _base_.param_scheduler
+param_scheduler[0].end = param_scheduler[1].begin = 2000
 train_cfg = dict(max_iters=600_000, val_interval=2000)
 auto_scale_lr = dict(base_batch_size=480)

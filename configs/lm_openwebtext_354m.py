@@ -4,7 +4,6 @@
 # Paper:     perplexity 14.02 on OpenWebText (arXiv:2410.23168, Figure 3), with random new pairs
 # Data:      as for lm_openwebtext_124m; run that config first
 # Batch:     480 = 8 GPUs x 12 with 5 steps
-# Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/lm_openwebtext_354m.py --launcher pytorch --amp \
 #                --batch-size 12 --cfg-options optim_wrapper.accumulative_counts=5
@@ -23,8 +22,6 @@ model = dict(
         init="random",  # as in the paper; zero_key would keep the smaller model's output
     ),
 )
-param_scheduler = [
-    dict(type="LinearLR", start_factor=1e-3, by_epoch=False, end=600),
-    dict(type="CosineAnnealingLR", eta_min=6e-5, by_epoch=False, begin=600),
-]
+param_scheduler = _base_.param_scheduler
+param_scheduler[0].end = param_scheduler[1].begin = 600
 train_cfg = dict(max_iters=60_000)

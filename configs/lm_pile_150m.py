@@ -6,7 +6,6 @@
 #            (This copy lacks the withdrawn parts, which the authors had. A larger held-out share
 #            makes each validation long.)
 # Batch:     1024 = 8 GPUs x 16 with 8 steps
-# Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/lm_pile_150m.py --launcher pytorch --amp \
 #                --batch-size 16 --cfg-options optim_wrapper.accumulative_counts=8
@@ -15,7 +14,6 @@ _base_ = "_base_/language.py"
 
 # Keys N(0, 0.02²) and values N(0, (2 / (12·√768))²), as in the authors' code.
 model = dict(config=dict(pattention_args=dict(init="released")))
-
 train_dataloader = dict(dataset=dict(data_root="data/pile"))
 val_dataloader = dict(dataset=dict(data_root="data/pile"))
 test_dataloader = val_dataloader

@@ -1,7 +1,6 @@
 # A TokenFormer of 0.15 M parameters learns to write 16 digits backwards: the smallest complete
 # check of language training.
 #
-# Paper:     none
 # Data:      tokenformer-vit prepare-text --reversal 20000 --val-share 0.05 data/reversal
 # Batch:     64
 # Hardware:  one CPU core, shared with other work, float32, 5 minutes

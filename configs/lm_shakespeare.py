@@ -1,6 +1,5 @@
 # A TokenFormer of 0.6 M parameters on the bytes of tiny Shakespeare.
 #
-# Paper:     none
 # Data:      tokenformer-vit prepare-text input.txt data/tinyshakespeare --context-length 128 \
 #                --val-share 0.1
 # Batch:     32

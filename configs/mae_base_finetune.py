@@ -3,7 +3,6 @@
 # Paper:     none for TokenFormer; the recipe of MAE (arXiv:2111.06377, Table 9), 100 epochs
 # Weights:   work_dirs/mae_base_pretrain, the result of mae_base_pretrain.py
 # Batch:     1024 = 8 GPUs x 128
-# Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/mae_base_finetune.py --launcher pytorch --amp \
 #                --batch-size 128
@@ -22,12 +21,9 @@ optim_wrapper = dict(
     optimizer=dict(lr=2e-3, weight_decay=0.05, betas=(0.9, 0.999)),
     paramwise_cfg=dict(layer_decay_rate=0.65),
 )
-param_scheduler = [
-    dict(type="LinearLR", start_factor=1e-4, by_epoch=True, end=5, convert_to_iter_based=True),
-    dict(
-        type="CosineAnnealingLR", eta_min=1e-6, by_epoch=True, begin=5, convert_to_iter_based=True
-    ),
-]
+param_scheduler = _base_.param_scheduler
+param_scheduler[0].update(start_factor=1e-4, end=5)
+param_scheduler[1].update(eta_min=1e-6, begin=5, convert_to_iter_based=True)
 train_cfg = dict(max_epochs=100)
 default_hooks = dict(ema=None)
 auto_scale_lr = dict(base_batch_size=1024)

@@ -3,7 +3,6 @@
 # Paper:     none for TokenFormer; the recipe of MAE (arXiv:2111.06377, Table 10), 90 epochs
 # Weights:   work_dirs/mae_base_pretrain, the result of mae_base_pretrain.py
 # Batch:     16384 = 8 GPUs x 2048
-# Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/mae_base_linear.py --launcher pytorch --amp \
 #                --batch-size 2048
@@ -31,12 +30,9 @@ train_dataloader = dict(drop_last=True, dataset=dict(pipeline=train_pipeline))
 optim_wrapper = dict(
     optimizer=dict(_delete_=True, type="LARS", lr=6.4, weight_decay=0.0, momentum=0.9)
 )
-param_scheduler = [
-    dict(type="LinearLR", start_factor=1e-4, by_epoch=True, end=10, convert_to_iter_based=True),
-    dict(
-        type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, begin=10, convert_to_iter_based=True
-    ),
-]
+param_scheduler = _base_.param_scheduler
+param_scheduler[0].update(start_factor=1e-4, end=10)
+param_scheduler[1].update(eta_min=0.0, begin=10, convert_to_iter_based=True)
 train_cfg = dict(max_epochs=90)
 default_hooks = dict(ema=None)
 auto_scale_lr = dict(base_batch_size=16384)

@@ -2,7 +2,6 @@
 #
 # Paper:     none for TokenFormer; the recipe of MAE (arXiv:2111.06377, Table 8), 800 epochs
 # Batch:     4096 = 8 GPUs x 512
-# Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/mae_base_pretrain.py --launcher pytorch \
 #                --batch-size 512
@@ -50,12 +49,9 @@ optim_wrapper = dict(
     optimizer=dict(lr=1.5e-4 * 4096 / 256, weight_decay=0.05),
     paramwise_cfg=dict(custom_keys={".mask_token": dict(decay_mult=0.0)}),
 )
-param_scheduler = [
-    dict(type="LinearLR", start_factor=1e-9, by_epoch=True, end=40, convert_to_iter_based=True),
-    dict(
-        type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, begin=40, convert_to_iter_based=True
-    ),
-]
+param_scheduler = _base_.param_scheduler
+param_scheduler[0].update(start_factor=1e-9, end=40)
+param_scheduler[1].update(eta_min=0.0, begin=40, convert_to_iter_based=True)
 train_cfg = dict(max_epochs=800, val_interval=20)
 
 default_hooks = dict(ema=None)

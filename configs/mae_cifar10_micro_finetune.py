@@ -2,9 +2,7 @@
 # From scratch by the same recipe: model.backbone.checkpoint_path=""
 # optim_wrapper.paramwise_cfg.layer_decay_rate=1.0
 #
-# Paper:     none
 # Data:      tokenformer-vit prepare-data cifar10_parquet data/cifar10
-#            (download: configs/README.md, "Data")
 # Weights:   work_dirs/mae_cifar10_micro_pretrain, the result of mae_cifar10_micro_pretrain.py
 # Batch:     128
 # Hardware:  one CPU core; not run in full

@@ -1,9 +1,7 @@
 # MAE pre-training of the TokenFormer of cifar10_micro on CIFAR-10, with patches of 4 px: an image
 # has 64 of them, 16 stay visible. Patches of 8 px would leave 4.
 #
-# Paper:     none
 # Data:      tokenformer-vit prepare-data cifar10_parquet data/cifar10
-#            (download: configs/README.md, "Data")
 # Batch:     128
 # Hardware:  one CPU core; not run in full
 # Command:   tokenformer-vit train configs/mae_cifar10_micro_pretrain.py
@@ -43,9 +41,8 @@ test_evaluator = val_evaluator
 
 # A higher rate than MAE's 1.5e-4 x 128 / 256: the run is short.
 optim_wrapper = dict(paramwise_cfg=dict(custom_keys={".mask_token": dict(decay_mult=0.0)}))
-param_scheduler = [
-    dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=2, convert_to_iter_based=True),
-    dict(type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, begin=2, convert_to_iter_based=True),
-]
+param_scheduler = _base_.param_scheduler
+param_scheduler[0].end = 2
+param_scheduler[1].update(eta_min=0.0, begin=2)
 train_cfg = dict(max_epochs=40, val_interval=4)
 default_hooks = dict(ema=None)

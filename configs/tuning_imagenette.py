@@ -1,10 +1,8 @@
 # The TokenFormer of cifar10_micro fine-tuned on Imagenette at 32 px: only 5 % more pairs and a new
 # head are trained; all weights from CIFAR-10 stay.
 #
-# Paper:     none
 # Data:      tokenformer-vit prepare-data imagenette_parquet data/imagenette_small \
 #                --limit 3000 --limit-val 1000
-#            (download: configs/README.md, "Data")
 # Weights:   python ablations/growth.py --config configs/cifar10_micro.py --variants large vit
 # Batch:     64
 # Hardware:  one CPU core; minutes in ablations/TABLES.md
@@ -23,12 +21,10 @@ model = dict(
         ),
     )
 )
-train_pipeline = [
-    dict(type="LoadImage"),
-    dict(type="v2/RandomResizedCrop", size=32, scale=(0.5, 1.0), interpolation="bicubic"),
-    dict(type="v2/RandomHorizontalFlip", p=0.5),
-    dict(type="PackLabels"),
-]
+train_pipeline = _base_.train_pipeline
+train_pipeline[1] = dict(
+    type="v2/RandomResizedCrop", size=32, scale=(0.5, 1.0), interpolation="bicubic"
+)
 train_dataloader = dict(
     batch_size=64, dataset=dict(data_root="data/imagenette_small", pipeline=train_pipeline)
 )

@@ -4,7 +4,6 @@
 #
 # Paper:     none; ViT-5's ViT-B: 84.2 % top-1 after both stages (arXiv:2602.08071)
 # Batch:     2048 = 8 GPUs x 256
-# Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/vit5_base.py --launcher pytorch --amp
 # Expected:  not run

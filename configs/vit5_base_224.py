@@ -3,7 +3,6 @@
 # Paper:     none; ViT-5's ViT-B: 84.2 % top-1 (arXiv:2602.08071)
 # Start:     work_dirs/vit5_base/model.safetensors, which vit5_base writes
 # Batch:     512 = 8 GPUs x 64
-# Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/vit5_base_224.py --launcher pytorch --amp
 # Expected:  not run

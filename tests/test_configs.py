@@ -93,7 +93,8 @@ def test_header_is_the_record_of_the_experiment(name):
     if name in LANGUAGE:
         pytest.importorskip("transformers", reason="language models need the extra [language]")
     fields = header(name)
-    assert set(fields) >= {"Paper", "Batch", "Hardware", "Command", "Expected"}
+    assert set(fields) >= {"Batch", "Command", "Expected"}
+    assert "Hardware" in fields or fields["Expected"].startswith("not run")
     assert all(fields.values())
     command = fields["Command"]
     assert f"tokenformer-vit train configs/{name}.py" in command

@@ -42,10 +42,7 @@ train_pipeline = [
 test_pipeline = _base_.test_pipeline
 test_pipeline[1].update(input_size=(3, 192, 192), crop_pct=1.0)
 train_dataloader = dict(
-    batch_size=256,
-    drop_last=True,
-    sampler=dict(repeats=3),
-    dataset=dict(pipeline=train_pipeline),
+    batch_size=256, drop_last=True, sampler=dict(repeats=3), dataset=dict(pipeline=train_pipeline)
 )
 val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader
@@ -62,12 +59,9 @@ optim_wrapper = dict(
         max_grad_norm=1.0,
     )
 )
-param_scheduler = [
-    dict(
-        type="LinearLR", start_factor=1e-6 / 3e-3, by_epoch=True, end=5, convert_to_iter_based=True
-    ),
-    dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=5),
-]
+param_scheduler = _base_.param_scheduler
+param_scheduler[0].update(start_factor=1e-6 / 3e-3, end=5)
+param_scheduler[1].begin = 5
 train_cfg = dict(max_epochs=800)
 default_hooks = dict(ema=dict(momentum=4e-5, validated=False))
 

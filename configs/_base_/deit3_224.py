@@ -14,17 +14,7 @@ model = dict(
 
 train_pipeline = _base_.train_pipeline
 train_pipeline[1].size = 224
-train_pipeline[3:-1] = [
-    dict(
-        type="FastRandAugment",
-        policies="timm_increasing",
-        num_policies=2,
-        total_level=10,
-        magnitude_level=9,
-        magnitude_std=0.5,
-        hparams=dict(pad_val=[124, 116, 104], interpolation="bicubic"),
-    )
-]
+train_pipeline[3:-1] = [_base_.rand_augment]
 test_pipeline = _base_.test_pipeline
 test_pipeline[1].input_size = (3, 224, 224)
 train_dataloader = dict(
@@ -44,9 +34,7 @@ optim_wrapper = dict(
         fused=None,
     )
 )
-param_scheduler = [
-    dict(type="LinearLR", start_factor=0.1, by_epoch=True, end=5, convert_to_iter_based=True),
-    dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=5),
-]
+param_scheduler = _base_.param_scheduler
+param_scheduler[0].start_factor = 0.1
 train_cfg = dict(max_epochs=20)
 auto_scale_lr = dict(base_batch_size=512)

@@ -8,19 +8,20 @@ data_preprocessor = dict(
     std=[58.395, 57.12, 57.375],
 )
 
+rand_augment = dict(
+    type="FastRandAugment",
+    policies="timm_increasing",
+    num_policies=2,
+    total_level=10,
+    magnitude_level=9,
+    magnitude_std=0.5,
+    hparams=dict(pad_val=[124, 116, 104], interpolation="bicubic"),
+)
 train_pipeline = [
     dict(type="LoadImage"),
     dict(type="v2/RandomResizedCrop", size=224, interpolation="bicubic"),
     dict(type="v2/RandomHorizontalFlip", p=0.5),
-    dict(
-        type="FastRandAugment",
-        policies="timm_increasing",
-        num_policies=2,
-        total_level=10,
-        magnitude_level=9,
-        magnitude_std=0.5,
-        hparams=dict(pad_val=[124, 116, 104], interpolation="bicubic"),
-    ),
+    rand_augment,
     dict(
         type="RandomErasing",
         erase_prob=0.25,

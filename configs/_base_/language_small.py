@@ -22,10 +22,9 @@ train_dataloader = dict(batch_size=32, num_workers=0)
 val_dataloader = dict(batch_size=64, num_workers=0)
 test_dataloader = val_dataloader
 optim_wrapper = dict(optimizer=dict(lr=2e-3))
-param_scheduler = [
-    dict(type="LinearLR", start_factor=1e-3, by_epoch=False, end=100),
-    dict(type="CosineAnnealingLR", eta_min=2e-4, by_epoch=False, begin=100),
-]
+param_scheduler = _base_.param_scheduler
+param_scheduler[0].end = 100
+param_scheduler[1].update(eta_min=2e-4, begin=100)
 train_cfg = dict(max_iters=2000, val_interval=200)
 default_hooks = dict(logger=dict(interval=50), checkpoint=dict(interval=200))
 auto_scale_lr = dict(base_batch_size=32)

@@ -10,11 +10,7 @@ default_hooks = dict(
     param_scheduler=dict(type="ParamSchedulerHook"),
     sampler_seed=dict(type="DistSamplerSeedHook"),
     checkpoint=dict(
-        type="ExactCheckpointHook",
-        interval=1,
-        by_epoch=True,
-        max_keep_ckpts=3,
-        save_best=None,
+        type="ExactCheckpointHook", interval=1, by_epoch=True, max_keep_ckpts=3, save_best=None
     ),
     progress=dict(type="ProgressHook"),
     results=dict(type="ResultsHook", export=True),
