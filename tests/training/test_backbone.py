@@ -168,6 +168,11 @@ def test_a_resize_and_a_crop_are_exported(cfg):
     assert preprocessing(cfg) == expected
     assert resizes_with_opencv(cfg)  # and the exported model with Pillow, so there is a warning
     assert (expected["crop_pct"], expected["input_size"]) == (0.8, (3, 16, 16))
+    pipeline[1:3] = [{"type": "Resize", "scale": (24, 16)}]  # width, height
+    assert preprocessing(cfg)["input_size"] == (3, 16, 24)
+    pipeline[1]["keep_ratio"] = True
+    with pytest.raises(InputError, match=r"no such test pipeline \(Resize\)"):
+        preprocessing(cfg)
 
 
 def test_the_exported_folder_is_the_model(backbone, images, tmp_path, cfg):

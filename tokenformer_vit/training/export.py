@@ -62,8 +62,9 @@ def _geometry(steps: list[dict[str, Any]]) -> dict[str, Any]:
     scale: Any = steps[0].get("scale")
     crop = steps[-1].get("crop_size")
     how = {"interpolation": steps[0].get("interpolation", "bilinear"), "crop_mode": "center"}
-    if kinds == ["Resize"] and isinstance(scale, int):
-        return {**how, "input_size": (scale, scale), "crop_pct": 1.0, "crop_mode": "squash"}
+    if kinds == ["Resize"] and scale and not steps[0].get("keep_ratio"):
+        size = (scale, scale) if isinstance(scale, int) else (scale[1], scale[0])
+        return {**how, "input_size": size, "crop_pct": 1.0, "crop_mode": "squash"}
     short = kinds == ["ResizeEdge", "CenterCrop"] and steps[0].get("edge", "short") == "short"
     if short and isinstance(crop, int):
         share = crop / scale
