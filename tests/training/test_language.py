@@ -30,12 +30,9 @@ from tokenformer_vit.language import (
 )
 from tokenformer_vit.training.config import check_schedule, choose_checkpoint, load_config
 from tokenformer_vit.training.evaluate import configure_test
-from tokenformer_vit.training.language import (
-    AnswerAccuracy,
-    CausalLM,
-    Perplexity,
-    TokenDataset,
-)
+from tokenformer_vit.training.language.data import TokenDataset
+from tokenformer_vit.training.language.metrics import AnswerAccuracy, Perplexity
+from tokenformer_vit.training.language.model import CausalLM
 from tokenformer_vit.training.reports import read_scalars
 
 ROOT = Path(__file__).resolve().parents[2]

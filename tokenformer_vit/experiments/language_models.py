@@ -50,7 +50,7 @@ class LanguageField(Field):
 
     def num_examples(self, cfg: Mapping[str, Any]) -> int:
         """Count the training sequences."""
-        from tokenformer_vit.training.language import TokenDataset
+        from tokenformer_vit.training.language.data import TokenDataset
 
         dataset = cfg["train_dataloader"]["dataset"]
         return len(TokenDataset(dataset["data_root"], dataset["split"]))
@@ -63,7 +63,7 @@ class LanguageField(Field):
 
     def check_data(self, cfg: Mapping[str, Any]) -> None:
         """Check that the texts of a config can be read; see :class:`Field`."""
-        from tokenformer_vit.training.language import TokenDataset
+        from tokenformer_vit.training.language.data import TokenDataset
 
         for name in ("train_dataloader", "val_dataloader"):
             dataset = cfg[name]["dataset"]

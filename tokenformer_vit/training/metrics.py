@@ -72,15 +72,11 @@ def endings(sample: Mapping[str, Any], name: str) -> list[str]:
 
 @METRICS.register_module()
 class AccuracyAndLoss(SumMetric):
-    """Accuracy in percent, and the mean cross-entropy of the true labels in nats.
+    """Accuracy in percent, whether the label is among the best ``topk`` classes, and mean loss.
 
-    The training loss may be another one: of smoothed labels or mixed images. The figures of a
-    smaller size of a nested model have its size in their names: ``accuracy/top1_at_0.25``.
-
-    Args:
-        topk: Numbers of best classes of which one must be right; those above the number of
-            classes are left out.
-        **kwargs: As for mmengine's ``BaseMetric``.
+    Ranks above the number of classes are left out. The loss is the cross-entropy of the true labels
+    in nats, also if training smooths labels or mixes images. A smaller size of a nested model has
+    figures such as ``accuracy/top1_at_0.25``.
     """
 
     def __init__(self, topk: Sequence[int] = (1, 5), **kwargs: Any) -> None:

@@ -156,17 +156,6 @@ def test_randaugment(generator):
         assert_as_mmpretrain(fast, stock, photograph(generator, 32, 32), number)
 
 
-def test_randaugment_with_fixed_values(generator):
-    policies = [
-        {"type": "Rotate", "angle": 12.0, "prob": 0.8},
-        {"type": "Posterize", "bits": 3},
-        {"type": "Solarize", "thr": 90},
-    ]
-    fast, stock = both(policies=policies, num_policies=3)
-    for number in range(20):
-        assert_as_mmpretrain(fast, stock, photograph(generator, 20, 24), number)
-
-
 def test_transforms_draw_from_the_global_generators_alone(tmp_path, generator):
     """So their seeds decide what a pipeline makes of an image."""
     file = tmp_path / "x.png"

@@ -103,15 +103,12 @@ def test_a_config_only_names_the_data_set(data_root, config):
 
 
 @pytest.mark.parametrize(
-    ("transforms", "message"),
-    [
-        ([{"type": "Rotate", "angle": 9.0}], "^Rotate cannot"),
-        ([FLIP, {"type": "ResizeEdge", "scale": 8}], "^ResizeEdge cannot .*CustomDataset"),
-        ([{"type": "v2/RandomResizedCrop", "size": 8}], "^RandomResizedCrop cannot"),
-    ],
+    "transforms",
+    [[FLIP, {"type": "ResizeEdge", "scale": 8}], [{"type": "v2/RandomResizedCrop", "size": 8}]],
 )
-def test_other_transforms_are_refused(data_root, transforms, message):
-    with pytest.raises(InputError, match=message):
+def test_other_transforms_are_refused(data_root, transforms):
+    kind = transforms[-1]["type"].removeprefix("v2/")
+    with pytest.raises(InputError, match=f"^{kind} cannot .*CustomDataset"):
         make(data_root, *transforms)
 
 

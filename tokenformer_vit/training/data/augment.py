@@ -17,8 +17,6 @@ from PIL import Image, ImageOps
 from timm.data import create_transform
 from torchvision.transforms import InterpolationMode, v2
 
-__all__ = ["EvalTransform", "FastRandAugment"]
-
 
 class Torchvision(BaseTransform):
     """A transform of ``torchvision.transforms.v2``, applied to a tensor.

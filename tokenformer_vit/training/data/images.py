@@ -23,8 +23,6 @@ from tokenformer_vit.vision.images import read_rgb
 
 from .augment import EvalTransform
 
-__all__ = ["HuggingFaceImages", "ImagesInMemory", "LoadImage", "PackLabels"]
-
 
 @TRANSFORMS.register_module()
 class LoadImage(BaseTransform):
@@ -137,13 +135,11 @@ def collate_fetched(batch: Any) -> dict[str, Any]:
 class ImagesInMemory(CustomDataset):
     """mmpretrain's ``CustomDataset``, which decodes each image once and augments a batch at a time.
 
-    The images are on the GPU if there is one, and must have one size. The pipeline loads them,
-    perhaps by ``EvalTransform`` or a resize; then it may have ``v2/RandomCrop``,
-    ``v2/RandomHorizontalFlip`` and ``Cutout``. ``load_config`` sets the loader.
+    The images are on the GPU if there is one, and must have one size. They are loaded, perhaps
+    resized, then perhaps changed by ``v2/RandomCrop``, ``v2/RandomHorizontalFlip`` and ``Cutout``.
 
     Args:
-        share: Share of the images of each class, such as 0.1 to train with a tenth of the labels.
-            At least one image of each class is kept.
+        share: Share of the images of each class, such as 0.1; at least one of each class is kept.
         share_seed: Seed that chooses these images, whatever the seed of the run.
         **kwargs: As for ``CustomDataset``.
     """

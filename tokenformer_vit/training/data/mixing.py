@@ -1,7 +1,6 @@
 """Mixing of images, and labels as one tensor from the pipeline to the loss.
 
-mmpretrain makes a ``DataSample`` for each image. In training that costs pickling in the workers,
-and a small kernel for each image on the GPU, although only the label is used.
+mmpretrain's ``DataSample`` of each image costs time: pickling in workers, small kernels on the GPU.
 """
 
 from collections.abc import Sequence
@@ -19,8 +18,6 @@ from torchvision.transforms import v2
 from tokenformer_vit.errors import InputError
 
 from .images import without_waiting
-
-__all__ = ["BinaryCrossEntropy", "LabelHead", "LabelPreprocessor"]
 
 
 class _Mix:

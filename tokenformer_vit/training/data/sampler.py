@@ -17,8 +17,6 @@ from mmengine.registry import DATA_SAMPLERS
 from mmpretrain.registry import DATASETS
 from torch.utils.data import Dataset, get_worker_info
 
-__all__ = ["ResumableSampler", "Seeded"]
-
 
 @DATA_SAMPLERS.register_module()
 class ResumableSampler(DefaultSampler):
@@ -29,7 +27,7 @@ class ResumableSampler(DefaultSampler):
     Args:
         dataset: The data set.
         shuffle: Whether to draw a new order in each epoch.
-        seed: Seed of the orders, the same on all processes; None to let them agree on one.
+        seed: Seed of the orders; None to let the processes agree on one.
         round_up: Whether to repeat samples until all processes have the same number.
         num_samples: Number of samples of each process in a shortened epoch; None for all. With
             ``shuffle``, all processes together take a random subset, a new one in each epoch.
@@ -97,9 +95,8 @@ class ResumableSampler(DefaultSampler):
 class Seeded(Dataset):
     """A data set whose samples are drawn with random numbers of their own, by any pipeline.
 
-    The global generators of ``random``, NumPy and PyTorch are seeded for each sample, and for each
-    batch of a data set that fetches batches by ``__getitems__``. All other attributes are those of
-    the inner data set.
+    The global generators are seeded for each sample, and for each batch of a data set that fetches
+    batches by ``__getitems__``. All other attributes are those of the data set inside.
 
     Args:
         dataset: The data set, or its config.
@@ -162,5 +159,4 @@ def seeded_loader(loader: Any, seed: int) -> Any:
     kind = (loader.get("sampler") or {}).get("type") if isinstance(loader, dict) else None
     if kind not in (ResumableSampler, ResumableSampler.__name__):
         return loader
-    dataset = {"type": Seeded, "dataset": loader["dataset"], "seed": seed}
-    return {**loader, "dataset": dataset}
+    return {**loader, "dataset": {"type": Seeded, "dataset": loader["dataset"], "seed": seed}}

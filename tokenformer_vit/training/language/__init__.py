@@ -4,16 +4,4 @@ The configs ``lm_*.py`` name this package in ``custom_imports``, which registers
 ``tokenformer_vit.training`` needs none of Hugging Face's libraries.
 """
 
-from .data import TokenDataset
-from .hooks import LanguageGuardHook, LanguageResultsHook
-from .metrics import AnswerAccuracy, Perplexity
-from .model import CausalLM
-
-__all__ = [
-    "AnswerAccuracy",
-    "CausalLM",
-    "LanguageGuardHook",
-    "LanguageResultsHook",
-    "Perplexity",
-    "TokenDataset",
-]
+from . import data, hooks, metrics, model  # noqa: F401

@@ -22,16 +22,13 @@ class Perplexity(SumMetric):
     ``perplexity_at_0.25``.
     """
 
-    def _texts(self) -> list[str]:
-        """Return the ends of the names of the figures of single texts."""
-        names = (self.dataset_meta or {}).get("sources", ())
-        return [f"/{name}" for name in names] if len(names) > 1 else []
-
     def sums(self, data_samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Add up tokens and losses, of all rows and of the rows of each text."""
+        """Add up tokens and losses, of all rows and of those of each of several texts."""
         sources = torch.stack([row["source"] for row in data_samples])  # (B,)
         rows = {"": torch.ones_like(sources, dtype=torch.bool)}
-        rows |= {text: sources == number for number, text in enumerate(self._texts())}
+        texts = (self.dataset_meta or {}).get("sources", ())
+        if len(texts) > 1:
+            rows |= {f"/{name}": sources == number for number, name in enumerate(texts)}
         length = len(data_samples[0]["losses"])
         found = {f"tokens{text}": own.sum() * length for text, own in rows.items()}
         for size in endings(data_samples[0], "losses"):
@@ -56,14 +53,9 @@ class Perplexity(SumMetric):
 class AnswerAccuracy(SumMetric):
     """Percentage of answers in which every token is the most likely one.
 
-    An answer is the tokens after a start token, up to and with an end token. Each token is
+    An answer is the tokens after a ``start`` token, up to and with an ``end`` token. Each token is
     predicted from the true tokens before it: an answer is right exactly if greedy generation gives
     it. Answers that a row cuts off do not count.
-
-    Args:
-        start: Token before an answer.
-        end: Last token of an answer.
-        **kwargs: As for mmengine's ``BaseMetric``.
     """
 
     def __init__(self, start: int, end: int, **kwargs: Any) -> None:
