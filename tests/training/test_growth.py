@@ -204,23 +204,6 @@ def test_new_pairs_warm_up():
 
 
 @pytest.mark.slow
-def test_a_run_may_start_from_a_grown_checkpoint(growing, tmp_path):
-    train = growing()
-    train(tmp_path / "first")
-    options = ("--cfg-options", f"load_from={tmp_path}/first/epoch_2.pth")
-    output = train(tmp_path / "second", *options)
-    assert "the size after growth 1" in output
-    one, other = (
-        torch.load(path, weights_only=True)["ema_state_dict"]
-        for path in (tmp_path / "first" / "epoch_2.pth", tmp_path / "second" / "epoch_3.pth")
-    )
-    for name, tensor in other.items():
-        if "param_tokens" in name:  # all of them were trained
-            old = one[name]
-            assert not torch.equal(tensor[: len(old)], old), name
-
-
-@pytest.mark.slow
 def test_models_that_grow_on_frozen_ones_contain_them(train, growing, tmp_path):
     """Each run starts from the end of the one before, and grows before its first iteration."""
     train(tmp_path / "0")
