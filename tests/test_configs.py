@@ -4,7 +4,6 @@ import copy
 import functools
 import math
 import re
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,6 @@ from timm.data import IMAGENET_DEFAULT_STD as IMAGENET_STD
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tokenformer_vit.layers import BlockRMSNorm
 from tokenformer_vit.training.config import load_config
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -125,22 +123,6 @@ def test_configs_of_the_readme_load_and_build(text, tmp_path):
     cfg = load_config(path)
     model = build_model(cfg)
     assert model.backbone.model.num_features == model.head.in_channels
-
-
-def test_options_of_the_readme_exist():
-    text = (CONFIGS / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    commands = re.findall(r"tokenformer-vit train configs/(\w+)\.py(.*)", text)
-    assert commands
-    for name, rest in commands:
-        options = re.findall(r"([\w.]+)=(\S+)", rest)
-        load_config(CONFIGS / f"{name}.py", {key: read_option(value) for key, value in options})
-
-
-def read_option(text):
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    return text == "True" or text
 
 
 def test_the_readme_names_every_config():
@@ -356,23 +338,6 @@ def test_recipe_of_deit3(name):
     check_data(cfg, [crop, FLIP, *colours], side, 1.0)
 
 
-def test_the_parts_of_vit5_are_trained_without_decay():
-    cfg = load("vit5_base")
-    model = build_model(cfg)
-    assert {type(block.norm1) for block in model.backbone.model.blocks} == {BlockRMSNorm}
-    assert model.backbone.model.rope is not None
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed = {
-        names[id(parameter)]
-        for group in build_optim_wrapper(model, cfg.optim_wrapper).optimizer.param_groups
-        for parameter in group["params"]
-        if group["weight_decay"]
-    }
-    tokens = {name for name in names.values() if name.endswith("_param_tokens")}
-    assert decayed == tokens | {"backbone.model.patch_embed.proj.weight", "head.fc.weight"}
-    assert {"backbone.model.reg_token", "backbone.model.blocks.11.ls2.gamma"} <= {*names.values()}
-
-
 def test_a_learned_tau_does_not_decay():
     cfg = load("imagenet_tiny")
     cfg.model.backbone.merge({"pattention_args": {"learn_tau": True, "key_init_scale": 0.5}})
@@ -423,15 +388,6 @@ def learning_rates(name, cfg, iterations, folder):
     )
     runner.train()
     return rates.seen
-
-
-@pytest.mark.parametrize("name", ["digits_demo", "cifar10_micro", "imagenette_tiny"])
-def test_a_short_cosine_ends_at_its_floor(name, tmp_path):
-    cfg = load_config(CONFIGS / f"{name}.py", {"train_cfg.max_epochs": 6})
-    seen = learning_rates(f"{name}_short", cfg, 20, tmp_path)
-    peak = cfg.optim_wrapper.optimizer.lr
-    assert max(seen) == pytest.approx(peak, rel=0.01)
-    assert FLOOR <= seen[-1] < FLOOR + 0.01 * peak
 
 
 @pytest.mark.parametrize("name", ["imagenet_base"])

@@ -63,7 +63,3 @@ def test_missing_script_is_one_line_and_status_2(words, said, command):
     assert done.err.startswith("error: ")
     assert done.err.count("\n") == 1
     assert said in done.err
-
-
-def test_help_names_the_usage(command):
-    assert "tokenformer-vit timm SCRIPT" in command("timm_script", "--help").out

@@ -86,11 +86,6 @@ def test_a_corrupt_image_stops_training_with_its_name(train, data_root, tmp_path
     assert "dark/3.png" in line
 
 
-def test_unknown_theta_lists_the_known(train, tmp_path):
-    line = train.fails(tmp_path, "--cfg-options", "model.backbone.theta=gelu_l3")
-    assert "theta must be one of softmax, gelu_l1, gelu_l2, gelu_l2_post" in line
-
-
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [

@@ -110,15 +110,6 @@ def test_a_copy_of_the_config_of_a_resumed_run_starts_a_new_run(data_root, tmp_p
     assert "finished" not in train(copy, tmp_path / "second")
 
 
-@pytest.mark.slow
-def test_the_config_that_is_written_repeats_the_run(data_root, tmp_path, train):
-    first, again = tmp_path / "first", tmp_path / "again"
-    train(data_root, first)
-    train(first / f"{data_root.name}.py", again)
-    weights = [load_file(each / "model.safetensors") for each in (first, again)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
 def test_a_part_of_each_class_is_held_out_and_nothing_is_moved(tmp_path, generator, train, capsys):
     folder = write_images(
         tmp_path / "photos", (20, 30), {"cat": 10, "a dog": 7, "eel": 2}, generator
