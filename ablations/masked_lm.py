@@ -18,7 +18,7 @@ from tokenformer_vit.growth import TokenMasks, count_pairs, grow
 from tokenformer_vit.language import MASKS
 from tokenformer_vit.models.compilation import BLOCKS
 from tokenformer_vit.training.distributed import unwrap
-from tokenformer_vit.training.language import CausalLM
+from tokenformer_vit.training.language.model import CausalLM
 
 
 @MODELS.register_module()
