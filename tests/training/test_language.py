@@ -17,7 +17,6 @@ pytest.importorskip("transformers", reason="language models need the extra [lang
 pytest.importorskip("datasets", reason="language models need the extra [language]")
 
 from mmengine.hooks import Hook
-from mmengine.runner import Runner
 from torch._dynamo.testing import CompileCounter
 
 from tokenformer_vit.benchmarking.costs import training_flops
@@ -34,6 +33,7 @@ from tokenformer_vit.training.language.data import TokenDataset
 from tokenformer_vit.training.language.metrics import AnswerAccuracy, Perplexity
 from tokenformer_vit.training.language.model import CausalLM
 from tokenformer_vit.training.reports import read_scalars
+from tokenformer_vit.training.runner import TrainingRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 16
@@ -133,7 +133,7 @@ def run(config, texts):
         cfg.merge_from_dict(options)
         check_schedule(cfg)
         choose_checkpoint(cfg, resume)
-        runner = Runner.from_cfg(cfg)
+        runner = TrainingRunner.from_cfg(cfg)
         if stop:
             runner.register_hook(Stop(stop))
             with pytest.raises(KeyboardInterrupt):

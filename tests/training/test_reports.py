@@ -8,7 +8,6 @@ import pytest
 import timm
 import torch
 from mmengine.config import Config
-from mmengine.runner import Runner
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 
@@ -16,6 +15,7 @@ from tokenformer_vit.cli import export
 from tokenformer_vit.training import reports
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.reports import draw_curves, read_scalars
+from tokenformer_vit.training.runner import TrainingRunner
 
 CLASSES = ("bright", "dark", "split")  # the folders of conftest.py
 
@@ -135,10 +135,10 @@ def test_the_export_of_a_checkpoint_knows_data_and_recipe_but_no_results(trained
 
 @pytest.mark.slow
 def test_a_config_without_a_file_trains_and_exports(config, data_root, tmp_path):
-    """A notebook may make its config by hand and run it in mmengine's own runner."""
+    """A notebook may make its config by hand."""
     options = {"train_cfg.max_epochs": 2, "train_dataloader.num_workers": 0}
     cfg = load_config(config, options, str(data_root), work_dir=str(tmp_path))
-    Runner.from_cfg(Config(cfg.to_dict())).train()
+    TrainingRunner.from_cfg(Config(cfg.to_dict())).train()
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert "- Training images: 48" in card
     assert "Config:" not in card
