@@ -39,8 +39,6 @@ from .hooks import check_finite, is_resuming
 from .loop import ResumableEpochLoop, by_iteration, validation_is_due
 from .optim import follow_config, keep_settings
 
-__all__ = ["ExactCheckpointHook", "PlainPretrained", "load_plain_checkpoint"]
-
 STOPPED = "stopped.pth"  # written at a signal; the next checkpoint replaces it
 # What a config may change without a word: places of files, and how the same is computed.
 _FREE = re.compile(
@@ -75,9 +73,6 @@ class ExactCheckpointHook(CheckpointHook):
 
     SIGTERM, USR1 and HUP end a run with the checkpoint ``stopped.pth``: after the present step, or
     some seconds later if there are several processes.
-
-    Args:
-        **kwargs: As for ``CheckpointHook``.
     """
 
     _resumed: dict[str, Any] | None = None
@@ -275,8 +270,7 @@ class ExactCheckpointHook(CheckpointHook):
         """Gather from all processes what an exact resume needs."""
         # A run that resumes after the last iteration of an epoch saves that epoch before it trains.
         self._restore_rng(runner)
-        loader = runner.train_dataloader
-        optimizer = runner.optim_wrapper.optimizer
+        loader, optimizer = runner.train_dataloader, runner.optim_wrapper.optimizer
         trained = chain(*(group["params"] for group in optimizer.param_groups))
         return {
             "rng": all_gather_object(rng_state()),
@@ -401,16 +395,9 @@ _SKIPPED: list[Any] = [
 def load_plain_checkpoint(filename: str) -> dict[str, Any]:
     """Load a checkpoint of tensors and plain values, without running code.
 
-    Args:
-        filename: ``.pth`` file, also of mmengine's own ``CheckpointHook``; or ``.safetensors`` file
-            of a timm model.
-
-    Returns:
-        The checkpoint. One of timm gives ``state_dict`` with mmpretrain's names, ``meta`` with the
-        class names of its export, and its description under ``DESCRIPTION``.
-
-    Raises:
-        InputError: If the file is missing or damaged, or holds more than tensors and plain values.
+    It may also be one of mmengine's own ``CheckpointHook``. A checkpoint of timm gives
+    ``state_dict`` with mmpretrain's names, ``meta`` with the class names of its export, and its
+    description under ``DESCRIPTION``.
     """
     path = Path(filename).expanduser()
     with torch.serialization.safe_globals(_SKIPPED):

@@ -17,8 +17,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tokenformer_vit.errors import InputError
 
-__all__ = ["CompressingDataParallel"]
-
 # Where each launcher says which process this is: in all, on its machine, and of how many.
 _VARIABLES = {
     "pytorch": ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
@@ -70,11 +68,8 @@ def unwrap(model: nn.Module) -> Any:
 class CompressingDataParallel(MMDistributedDataParallel):
     """mmengine's ``MMDistributedDataParallel``, with compression of the gradients.
 
-    Args:
-        module: The model.
-        compression: Type in which the processes exchange gradients, ``bf16`` or ``fp16``; None for
-            the type of the gradients. Half the bytes are sent, and the mean is rounded.
-        **kwargs: As for mmengine's; buffers are not exchanged unless ``broadcast_buffers=True``.
+    With ``compression="bf16"`` or ``"fp16"``, half the bytes are sent, and the mean is rounded.
+    Buffers are not exchanged unless ``broadcast_buffers=True``.
     """
 
     def __init__(self, module: nn.Module, compression: str | None = None, **kwargs: Any) -> None:

@@ -29,8 +29,6 @@ from .models.backbone import num_classes
 from .models.distillation import DistilledClassifier, DistilledHead
 from .optim import AutocastOptimWrapper
 
-__all__ = ["GuardHook", "LazyRuntimeInfoHook", "ProgressHook"]
-
 
 def is_resuming(runner: Any) -> bool:
     """Tell whether a runner resumes a run, rather than starting from weights or from scratch."""
@@ -215,10 +213,7 @@ class GuardHook(Hook):
 
 
 def losses_are_due(runner: Any, batch_idx: int) -> bool:
-    """Tell whether the losses are read after an iteration.
-
-    They are when the logger needs them, at the end of an epoch, and after every 100 iterations.
-    """
+    """Tell whether the losses are read: for the logger, each 100 iterations, and after an epoch."""
     intervals = {hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook)} | {100}
     done = batch_idx + 1
     return done == len(runner.train_dataloader) or any(done % n == 0 for n in intervals)
@@ -233,10 +228,7 @@ class LazyRuntimeInfoHook(RuntimeInfoHook):
     """
 
     def before_run(self, runner) -> None:
-        """Note the seed of the first process: a nested model draws its sizes from it everywhere.
-
-        A resumed run finds that seed in its checkpoint.
-        """
+        """Note the seed of the first process: a nested model draws its sizes from it everywhere."""
         super().before_run(runner)
         by_rank = (runner.cfg.get("randomness") or {}).get("diff_rank_seed", False)
         runner.message_hub.update_info("seed", runner.seed - (runner.rank if by_rank else 0))

@@ -11,8 +11,6 @@ from mmengine.runner.utils import calc_dynamic_intervals
 
 from tokenformer_vit.errors import InputError
 
-__all__ = ["ResumableEpochLoop", "ResumableIterLoop"]
-
 
 @LOOPS.register_module()
 class ResumableEpochLoop(EpochBasedTrainLoop):

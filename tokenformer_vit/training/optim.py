@@ -24,15 +24,6 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from tokenformer_vit.models.compilation import BLOCKS
 
-__all__ = [
-    "AccumulationEMAHook",
-    "AutocastOptimWrapper",
-    "ForeachMovingAverage",
-    "LazyOptimWrapper",
-    "MergedLayerDecayConstructor",
-    "MergedOptimWrapperConstructor",
-]
-
 # What a group says about its parameter, or what has become its rate and decay.
 _NO_SETTINGS = ("params", "param_name", "layer_id", "lr_mult", "decay_mult")
 _UNSET = (("foreach", None), ("fused", None))  # as if the config did not name them
@@ -225,10 +216,8 @@ class AccumulationEMAHook(EMAHook):
     The stock hook averages after every iteration. With gradient accumulation its average would
     forget ``accumulative_counts`` times as fast as the recipe says.
 
-    Args:
-        ema_type: Name of the averaged model.
-        validated: Validate and export the average, not the model itself.
-        **kwargs: As for ``EMAHook``.
+    With ``validated=False``, validation and export take the model itself, and checkpoints have the
+    average as ``ema_state_dict``.
     """
 
     def __init__(

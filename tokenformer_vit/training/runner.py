@@ -28,8 +28,6 @@ from .distributed import unwrap
 from .hooks import accumulation, samples_per_step
 from .optim import AutocastOptimWrapper
 
-__all__ = ["TrainingRunner"]
-
 _STOCK_HOOKS = ("runtime_info", "timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
 # SIGTERM ends a job of Slurm and others, USR1 is for `sbatch --signal=USR1@60`, and HUP ends a
 # terminal. Windows has only the first.
@@ -181,26 +179,17 @@ class TrainingRunner(Runner):
         return checkpoint
 
     @master_only
-    def save_checkpoint(  # type: ignore[override]
-        self,
-        out_dir: str,
-        filename: str,
-        *args: Any,
-        meta: dict[str, Any],
-        save_optimizer: bool = True,
-        save_param_scheduler: bool = True,
-        **kwargs: Any,
-    ) -> None:
+    def save_checkpoint(self, out_dir: str, filename: str, *args: Any, **how: Any) -> None:
         """Write a checkpoint; its name appears when it is complete, and nothing is copied."""
         dataset, optimizer = cast(Any, self.train_dataloader.dataset), cast(Any, self.optim_wrapper)
         checkpoint: dict[str, Any] = {
-            "meta": {**meta, "seed": self.seed, "dataset_meta": dataset.metainfo},
+            "meta": {**how["meta"], "seed": self.seed, "dataset_meta": dataset.metainfo},
             "state_dict": unwrap(self.model).state_dict(),
             "message_hub": self.message_hub.state_dict(),
         }
-        if save_optimizer:
+        if how["save_optimizer"]:
             checkpoint["optimizer"] = optimizer.state_dict()
-        if save_param_scheduler:
+        if how["save_param_scheduler"]:
             schedulers = cast(Any, self.param_schedulers) or ()
             checkpoint["param_schedulers"] = [each.state_dict() for each in schedulers]
         self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
