@@ -58,11 +58,8 @@ def of_state(damage):
 
 DAMAGES = {
     "transposed": set_moment(torch.t),
-    "doubled": set_moment(lambda moment: torch.cat([moment, moment])),
-    "short": set_moment(lambda moment: moment[:1]),
     "0-d": set_moment(torch.sum),
     "infinite": set_moment(lambda moment: moment / 0),
-    "an infinite step": of_state(lambda state: state[0].update(step=torch.tensor(float("nan")))),
     "no state": of_state(dict.clear),
     "a part of the state": of_state(lambda state: state.pop(5)),
     "unknown parameters": of_state(lambda state: state.update({9: state.pop(5)})),
@@ -109,16 +106,10 @@ def test_parameters_that_never_had_a_gradient_have_no_state(run):
     assert state_fault(run, checkpoint, {**RESUMED, "without_state": 1}) is None
 
 
-def shorten(tensors):
-    name = max(tensors, key=lambda name: tensors[name].dim())
-    tensors[name] = tensors[name][:-1]
-
-
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda content: shorten(content["optimizer"]["state"][0]),
-        lambda content: shorten(content["ema_state_dict"]),
+        lambda content: content["optimizer"]["state"][0].update(exp_avg=torch.ones(1)),
         lambda content: content["ema_state_dict"].pop("module.head.fc.bias"),
     ],
 )

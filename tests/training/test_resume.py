@@ -49,8 +49,12 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 TWO = ("--launcher", "pytorch", "--batch-size", "4")
 
 
+def scalars(work_dir):
+    return read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
+
+
 def losses(work_dir):
-    train, val = read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
+    train, val = scalars(work_dir)
     return {step: record["loss"] for step, record in train.items()}, val
 
 
@@ -72,9 +76,9 @@ def same_results(whole, killed):
     expected, expected_val = losses(whole)
     resumed, resumed_val = losses(killed)
     assert resumed == expected
-    assert {step: record["accuracy/top1"] for step, record in resumed_val.items()} == {
-        step: record["accuracy/top1"] for step, record in expected_val.items()
-    }
+    assert resumed_val.keys() == expected_val.keys()
+    for step, record in resumed_val.items():
+        assert record["accuracy/top1"] == expected_val[step]["accuracy/top1"]
     one, other = last_of(whole), last_of(killed)
     for part in ("state_dict", "ema_state_dict"):
         for name, tensor in one[part].items():
@@ -169,14 +173,10 @@ def test_a_run_that_was_killed_in_its_last_validation_is_finished(train, run):
     assert (run / "record.json").read_text() == record  # nothing was trained
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        "SIGTERM",
-        pytest.param("SIGUSR1", marks=pytest.mark.slow),
-        pytest.param("SIGHUP", marks=pytest.mark.slow),
-    ],
-)
+REST = [pytest.param(name, marks=pytest.mark.slow) for name in ("SIGUSR1", "SIGHUP")]
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", *REST])
 def test_a_run_that_is_told_to_stop_goes_on_exactly(train, finished, tmp_path, number):
     process = train.start(tmp_path, *OPTIONS, SAVE_BEST, start_new_session=True)
     wait_for(process, tmp_path, 8)
@@ -236,8 +236,7 @@ def test_a_run_is_extended_at_another_rate_and_says_so(train, run, tmp_path):
         ("train_cfg.max_epochs", "3", "5"),
     ]
     train(tmp_path / "whole", *OPTIONS, *longer)
-    train_log, _ = read_scalars(sorted(run.glob("*/vis_data/scalars.json")))
-    expected, _ = read_scalars(sorted((tmp_path / "whole").glob("*/vis_data/scalars.json")))
+    (train_log, _), (expected, _) = scalars(run), scalars(tmp_path / "whole")
     assert list(train_log) == list(range(1, 31))
     for step in range(19, 31):  # the rate of a run that had this config from its start
         assert train_log[step]["lr"] == pytest.approx(expected[step]["lr"], rel=1e-6)
@@ -252,7 +251,7 @@ def test_a_lower_rate_helps_a_run_that_diverges(train, tmp_path):
     words = ("--cfg-options", "param_scheduler=[]", "optim_wrapper.optimizer.lr=1e-3")
     train(tmp_path, *words, "train_cfg.max_epochs=2")
     train(tmp_path, "--resume", *words[:2], "optim_wrapper.optimizer.lr=1e-4")
-    train_log, _ = read_scalars(sorted(tmp_path.glob("*/vis_data/scalars.json")))
+    train_log, _ = scalars(tmp_path)
     assert {record["lr"] for step, record in train_log.items() if step > 12} == {1e-4}
 
 
@@ -267,8 +266,7 @@ def test_a_run_goes_on_with_another_number_of_processes(train, tmp_path):
     assert ("processes", "2", "1") in lines_of(output)
     continued, _ = losses(tmp_path / "one")
     assert list(continued) == list(range(9, 19))
-    for step, loss in continued.items():
-        assert loss == pytest.approx(expected[step], rel=2e-5)
+    assert continued == pytest.approx({n: expected[n] for n in continued}, rel=2e-5)
     output = train(tmp_path / "half", *resume, "--batch-size", "4", *plain)
     assert ("iterations an epoch", "6", "12") in lines_of(output)
     assert list(losses(tmp_path / "half")[0]) == list(range(17, 37))
@@ -283,9 +281,8 @@ def test_two_processes_follow_the_curve_of_one(train, tmp_path, rounded):
     how = ("model_wrapper_cfg.compression=bf16",) * rounded
     train(tmp_path / "two", *TWO, *plain, *how, launcher=TORCHRUN)
     one, two = losses(tmp_path / "one")[0], losses(tmp_path / "two")[0]
-    assert len(one) == len(two) == 18
-    for step, loss in one.items():
-        assert two[step] == pytest.approx(loss, rel=2e-3 if rounded else 2e-5)
+    assert len(one) == 18
+    assert two == pytest.approx(one, rel=2e-3 if rounded else 2e-5)
 
 
 def test_other_data_other_weights_and_no_state_are_refused(train, run, data_root, tmp_path):

@@ -75,20 +75,6 @@ def finished(data_root, tmp_path_factory):
     return runner
 
 
-def test_a_checkpoint_of_the_stock_hook_is_resumed(finished, data_root, tmp_path):
-    last = f"{finished.work_dir}/epoch_2.pth"
-    longer = {"by_epoch": True, "max_epochs": 3, "val_interval": 1}
-    resumed = Runner.from_cfg(
-        stock_config(data_root, tmp_path, train_cfg=longer, load_from=last, resume=True)
-    )
-    resumed.load_or_resume()
-    assert (resumed.epoch, resumed.iter) == (2, finished.iter)
-    state = finished.model.state_dict()
-    assert all(torch.equal(state[name], each) for name, each in resumed.model.state_dict().items())
-    resumed.train()
-    assert resumed.epoch == 3
-
-
 def test_a_checkpoint_of_the_stock_hook_is_used(finished, data_root, tmp_path):
     last = f"{finished.work_dir}/epoch_2.pth"
     config = stock_config(data_root, tmp_path, load_from=last)
