@@ -172,6 +172,15 @@ def test_a_config_of_mmpretrain_gets_our_hooks_loop_and_sampler(tmp_path):
             "train_cfg = dict(_delete_=True, type='ResumableIterLoop', max_iters=100)",
             r"param_scheduler\.1 counts epochs: set by_epoch=False",
         ),
+        (
+            "param_scheduler = [dict(type='ReduceOnPlateauLR', monitor='loss')]",
+            r"param_scheduler\.0\.monitor is 'loss', but validation measures .*accuracy/top1",
+        ),
+        (
+            "custom_hooks = [dict(type='EarlyStoppingHook', monitor='accuracy')]",
+            r"custom_hooks\.0\.monitor is 'accuracy', but",
+        ),
+        ("default_hooks = dict(checkpoint=dict(save_best='top1'))", "save_best is 'top1', but"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(config, tmp_path, text, message):
@@ -183,6 +192,8 @@ def test_parts_that_do_not_fit_are_refused(config, tmp_path, text, message):
 def test_what_fits_passes(config, tmp_path):
     check_config(changed(config, tmp_path, "param_scheduler = []\ntrain_cfg = dict(max_epochs=1)"))
     check_schedule(load_config(config, {"param_scheduler": []}))
+    best = "save_best='accuracy/top1_at_0.5'"  # of a nested model
+    check_config(changed(config, tmp_path, f"default_hooks = dict(checkpoint=dict({best}))"))
 
 
 def test_lamb_does_not_move_a_head_at_zero(config, tmp_path):

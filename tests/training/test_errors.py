@@ -10,7 +10,7 @@ from PIL import Image
 
 from tokenformer_vit.command_line import run_tool
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.training.data.images import LoadImage
+from tokenformer_vit.training.data.images import LoadImage, PackLabels
 
 ARC = {"type": "ArcFaceClsHead", "num_classes": 3, "in_channels": 24, "_delete_": True}
 PACKED = [{"type": "LoadImage"}, {"type": "PackInputs"}]
@@ -68,6 +68,16 @@ def test_an_unreadable_image_is_named(tmp_path, content, suffix, seed):
         path.write_text("not an image")
     with pytest.raises(InputError, match=rf"cannot read image .*broken\.{suffix}.*replace or del"):
         LoadImage()({"img_path": str(path)})
+
+
+def test_an_image_of_another_size_is_named():
+    pack = PackLabels()
+    for side in (8, 8, 9):
+        sample = {"img": np.zeros((side, 8, 3), np.uint8), "img_path": f"{side}.png", "gt_label": 1}
+        if side == 8:
+            assert pack(sample)["inputs"].shape == (3, 8, 8)
+    with pytest.raises(InputError, match=r"9\.png has the shape \(9, 8, 3\).*a resize or a crop"):
+        pack(sample)
 
 
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])

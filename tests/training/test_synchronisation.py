@@ -39,7 +39,7 @@ MORE = {
     "train_dataloader.dataset.type": "ImagesInMemory",
     ACCUMULATE: 2,
 }
-# A checkpoint, which is due within an accumulated step after the first epoch, would read the weights.
+# A checkpoint is due after the first epoch, within an accumulated step; it would read the weights.
 NO_MIXING = (
     "model = dict(train_cfg=None)\n"
     "default_hooks = dict(logger=dict(interval=3), checkpoint=dict(interval=2))\n"

@@ -222,6 +222,10 @@ def check_config(cfg: Config) -> None:
         # The backward pass would compute blocks again at another size.
         raise InputError("a nested model needs activation_checkpointing=None")
     check_schedule(cfg)
+    figures = _figures(cfg)
+    for key, name in _monitors(cfg):
+        if figures and name.partition("_at_")[0] not in figures:
+            raise InputError(f"{key} is {name!r}, but validation measures {', '.join(figures)}")
     optimizer = str((cfg.optim_wrapper.get("optimizer") or {}).get("type")).rpartition(".")[2]
     starts = _listed((cfg.model.get("head") or {}).get("init_cfg"))
     zero = any(start.get("type") == "Constant" and not start.get("val") for start in starts)
@@ -247,6 +251,33 @@ def check_schedule(cfg: Config) -> None:
                 f"param_scheduler.{index} is from {begin} to {end}, but train_cfg.{limit} is "
                 f"{length}: also set param_scheduler.{index}.begin and end, or param_scheduler=[]"
             )
+
+
+def _figures(cfg: Config) -> list[str]:
+    """Return the names of what validation measures, and ``auto``; nothing if they are unknown."""
+    names = ["auto"]
+    for metric in _listed(cfg.get("val_evaluator")):
+        ranks = {"Accuracy": (1,), "AccuracyAndLoss": (1, 5)}.get(metric["type"])
+        if metric["type"] == "ReconstructionError":
+            names.append("reconstruction/error")
+        elif ranks and not metric.keys() & {"thrs", "prefix"}:
+            names += [f"accuracy/top{k}" for k in _listed(metric.get("topk", ranks))]
+            names += ["cross_entropy"] * (metric["type"] == "AccuracyAndLoss")
+        else:
+            return []
+    return names
+
+
+def _monitors(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Yield keys of the config that name a figure of validation, and the names."""
+    for name in _listed((cfg.default_hooks.get("checkpoint") or {}).get("save_best")):
+        yield "default_hooks.checkpoint.save_best", name
+    for index, part in enumerate(_listed(cfg.get("param_scheduler"))):
+        if "ReduceOnPlateau" in str(part["type"]):
+            yield f"param_scheduler.{index}.monitor", part.get("monitor", "val_loss")
+    for index, hook in enumerate(_listed(cfg.get("custom_hooks"))):
+        if hook["type"] == "EarlyStoppingHook":
+            yield f"custom_hooks.{index}.monitor", hook["monitor"]
 
 
 def _listed(value: Any) -> list[Any]:

@@ -56,9 +56,17 @@ class PackLabels(PackInputs):
     A model needs a ``LabelPreprocessor``, and a ``LabelHead`` or ``DistilledHead``.
     """
 
+    _shape: tuple[int, ...] | None = None  # of the first image
+
     def transform(self, results: dict) -> dict:
         """Return the image as a (3, H, W) tensor, and its label as a number."""
         image = results["img"]
+        self._shape = self._shape or image.shape
+        if image.shape != self._shape:
+            raise InputError(
+                f"{results['img_path']} has the shape {image.shape}, but images before it have "
+                f"{self._shape}: add a resize or a crop to the pipeline"
+            )
         planes = image.transpose(2, 0, 1)
         if not planes.flags.c_contiguous:
             planes = np.empty_like(planes, order="C")
