@@ -201,7 +201,9 @@ def test_scaling_the_rate_counts_accumulated_images_and_moves_its_floor(
     factor = 4 * 8 / 16 if enable else 1
     after = [group["lr"] for group in runner.optim_wrapper.optimizer.param_groups]
     assert after == [factor * lr for lr in before]
-    assert runner.param_schedulers[1]["eta_min"] == pytest.approx(factor * floor)
+    for built in (runner.param_schedulers, runner.cfg.param_scheduler):  # the second by a resume
+        _, cosine = runner.build_param_scheduler(built)
+        assert cosine.eta_min == pytest.approx(factor * floor)
 
 
 @pytest.mark.parametrize("options", [{}, {"interval": 3}, {"update_buffers": True}])

@@ -149,6 +149,8 @@ def run(finished, tmp_path):
 def test_a_run_goes_on_within_an_epoch_and_between_two(train, run, tmp_path):
     """In one process, and so in seconds; the slow tests kill."""
     options = (*OPTIONS, *BY_ITERATION[:2], "default_hooks.checkpoint.max_keep_ckpts=-1")
+    # A line has the mean loss since the last one, also where a checkpoint is between them.
+    options += ("default_hooks.logger.interval=6", "log_processor.window_size=6")
     whole = tmp_path / "whole"
     train(whole, *options)
     for name in ("iter_4.pth", "iter_12.pth"):
@@ -245,6 +247,31 @@ def test_a_run_is_extended_at_another_rate_and_says_so(train, run, tmp_path):
     assert change["changes"]["train_cfg.max_epochs"] == [3, 5]
     again = train(run, "--resume", *OPTIONS, *longer)
     assert not lines_of(again)
+
+
+def test_the_rate_also_changes_before_an_epoch_ends_and_with_a_scaled_floor(train, tmp_path):
+    options = ("--auto-scale-lr", *OPTIONS, BY_ITERATION[0], "default_hooks.checkpoint.interval=6")
+    train(tmp_path / "one", *options)
+    options += ("optim_wrapper.optimizer.lr=5e-4",)
+    train(tmp_path / "two", "--resume", str(tmp_path / "one" / "iter_6.pth"), *options)
+    train(tmp_path / "whole", *options)
+    rates = {}
+    for name in ("two", "whole"):
+        lines, _ = read_scalars(sorted((tmp_path / name).glob("*/vis_data/scalars.json")))
+        rates[name] = {step: line["lr"] for step, line in lines.items() if step > 6}
+    assert len(rates["two"]) == 12
+    assert rates["two"] == pytest.approx(rates["whole"], rel=1e-6)
+
+
+def test_a_run_goes_on_with_twice_the_images_in_half_the_batches(train, tmp_path):
+    options = (*OPTIONS, *BY_ITERATION[:2], "default_hooks.checkpoint.max_keep_ckpts=9")
+    four, two = (f"optim_wrapper.accumulative_counts={number}" for number in (4, 2))
+    train(tmp_path / "one", "--batch-size", "4", *options, four)  # 36 iterations, 9 steps
+    start = str(tmp_path / "one" / "iter_16.pth")
+    train(tmp_path / "two", "--resume", start, "--batch-size", "8", *options, two)
+    last = last_of(tmp_path / "two")
+    assert last["meta"]["iter"] == 18
+    assert last["ema_state_dict"]["steps"] == 9
 
 
 def test_a_lower_rate_helps_a_run_that_diverges(train, tmp_path):

@@ -50,7 +50,7 @@ _FREE = re.compile(
 # A change of one of these changes the rate from then on.
 _RATE = re.compile(
     r"param_scheduler|train_cfg\.max_|auto_scale_lr|optim_wrapper\.(optimizer\.lr|paramwise_cfg"
-    r"|accumulative_counts)|iterations an epoch"
+    r"|accumulative_counts)|train_dataloader\.batch_size|processes|iterations an epoch"
 )
 # State that has the shape of its parameter, unless it is factored, as in Adafactor.
 _MOMENTS = ("exp_avg", "max_exp_avg", "momentum_buffer", "sum")
@@ -122,18 +122,16 @@ class ExactCheckpointHook(CheckpointHook):
         if not by_iteration(runner):
             if before != now:
                 changes["iterations an epoch"] = (before, now)
-                within = runner.iter - runner.epoch * before
-                loop._iter = runner.epoch * now + within * now // before
             here = isinstance(loop, ResumableEpochLoop) and isinstance(sampler, ResumableSampler)
             if runner.iter % now and not here:
                 raise InputError(
                     f"the checkpoint is within an epoch, which {type(loop).__name__} with "
                     f"{type(sampler).__name__} starts again: resume from the end of an epoch"
                 )
-        if any(map(_RATE.match, changes)):
-            follow_config(runner, self._bases)
         if len(resumed["rng"]) != get_world_size():
             changes["processes"] = (len(resumed["rng"]), get_world_size())
+        if any(map(_RATE.match, changes)):
+            follow_config(runner, self._bases)
         if changes:
             told = [f"  {name}: {old!r} -> {new!r}" for name, (old, new) in changes.items()]
             title = "The resumed run differs from its checkpoint:"
@@ -197,10 +195,14 @@ class ExactCheckpointHook(CheckpointHook):
         resumed = self._resumed = checkpoint.pop("exact_resume")
         if fault := state_fault(runner, checkpoint, resumed):
             raise InputError(f"the checkpoint does not fit this run: {fault}; resume another one")
+        meta, now = checkpoint["meta"], len(runner.train_dataloader)
+        if not by_iteration(runner):  # the same place in an epoch of another length
+            epochs, within = divmod(meta["iter"], resumed["iters_per_epoch"])
+            meta["iter"] = epochs * now + within * now // resumed["iters_per_epoch"]
         groups = runner.optim_wrapper.optimizer.param_groups
         self._bases = [group.get("initial_lr", group["lr"]) for group in groups]
         keep_settings(runner, checkpoint["optimizer"]["param_groups"])
-        meta, own = checkpoint["meta"], runner.train_dataloader.dataset.metainfo
+        own = runner.train_dataloader.dataset.metainfo
         if meta.get("dataset_meta") == plain_values(own):
             meta["dataset_meta"] = own  # mmengine compares pickles; ours has lists for tuples
         checkpoint["message_hub"]["log_scalars"] = {
@@ -250,6 +252,7 @@ class ExactCheckpointHook(CheckpointHook):
 
     def _save(self, runner, name: str, meta: dict) -> str:
         """Save a checkpoint under a name."""
+        runner.call_hook("read_losses")  # a resumed run could not log them
         check_finite(runner)
         path = str(Path(self.out_dir, name))
         runner.message_hub.update_info("last_ckpt", path)

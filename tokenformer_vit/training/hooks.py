@@ -254,13 +254,14 @@ class LazyRuntimeInfoHook(RuntimeInfoHook):
         if runner.iter == self._first or losses_are_due(runner, batch_idx):
             for name, rates in runner.optim_wrapper.get_lr().items():
                 runner.message_hub.update_scalar(f"train/{name}", rates[0])
-            self._read(runner)
+            self.read_losses(runner)
 
     def after_train_epoch(self, runner) -> None:
         """Read the last losses of a run that counts iterations."""
-        self._read(runner)
+        self.read_losses(runner)
 
-    def _read(self, runner) -> None:
+    def read_losses(self, runner) -> None:
+        """Log and check the losses since the last time, in all processes at the same iteration."""
         unread, self._unread = self._unread, []
         tensors = [tensor for _, values in unread for tensor in values.values()]
         if not tensors:

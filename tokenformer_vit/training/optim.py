@@ -171,8 +171,10 @@ def follow_config(runner: Any, rates: Iterable[float]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that no step precedes
         for iteration in range(1, runner.iter + 1):
+            epoch, within = divmod(iteration, len(runner.train_dataloader))
+            ended = not within and epoch <= runner.epoch  # it ends after its last iteration
             for each in in_order:
-                if not each.by_epoch or iteration % len(runner.train_dataloader) == 0:
+                if ended or not each.by_epoch:
                     each.step()
     runner.param_schedulers = schedules
 

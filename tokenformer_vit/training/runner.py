@@ -154,17 +154,26 @@ class TrainingRunner(Runner):
             return super().train()
 
     def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: dict | None = None) -> None:
-        """Scale the rate, and the least rate of schedules, with the images of an optimiser step."""
+        """Scale the rate with the images of an optimiser step."""
         if not (auto_scale_lr or {}).get("enable"):
             return
         for group in optim_wrapper.param_groups:
             group["lr"] *= accumulation(self)
         super().scale_lr(optim_wrapper, auto_scale_lr)
-        ratio = samples_per_step(self) / (auto_scale_lr or {})["base_batch_size"]
-        schedules: Any = self.param_schedulers
-        for each in [schedules] if isinstance(schedules, dict) else schedules or ():
-            if each.get("eta_min"):
-                each["eta_min"] *= ratio
+
+    def build_param_scheduler(self, scheduler: Any) -> Any:
+        """Build schedules; their least rates are scaled like the rate."""
+        scale = self.auto_scale_lr or {}
+        if scale.get("enable"):
+            ratio = samples_per_step(self) / scale["base_batch_size"]
+            listed = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
+            scheduler = [
+                {**each, "eta_min": each["eta_min"] * ratio}
+                if isinstance(each, dict) and each.get("eta_min")
+                else each
+                for each in listed
+            ]
+        return super().build_param_scheduler(scheduler)
 
     def load_checkpoint(
         self, filename: str, map_location: Any = "cpu", *args: Any, **kwargs: Any
