@@ -36,7 +36,7 @@ test_pipeline = _base_.test_pipeline
 test_pipeline[-1].meta_keys = ("sample_idx",)  # it decides the mask of an image
 val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader
-val_evaluator = dict(_delete_=True, type="ReconstructionError", collect_device="gpu")
+val_evaluator = dict(_delete_=True, type="ReconstructionError")
 test_evaluator = val_evaluator
 
 # A higher rate than MAE's 1.5e-4 x 128 / 256: the run is short.

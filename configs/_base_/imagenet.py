@@ -64,5 +64,5 @@ val_dataloader = dict(
     dataset=dict(type="ImageNet", data_root="data/imagenet", split="val", pipeline=test_pipeline),
 )
 test_dataloader = val_dataloader
-val_evaluator = dict(type="AccuracyAndLoss", topk=(1, 5), collect_device="gpu")
+val_evaluator = dict(type="AccuracyAndLoss", topk=(1, 5))
 test_evaluator = val_evaluator

@@ -32,7 +32,7 @@ val_dataloader = dict(
     dataset=dict(type="TokenDataset", data_root="data/text", split="val"),
 )
 test_dataloader = val_dataloader
-val_evaluator = dict(type="Perplexity", collect_device="gpu")
+val_evaluator = dict(type="Perplexity")
 test_evaluator = val_evaluator
 
 optim_wrapper = dict(

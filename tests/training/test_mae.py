@@ -272,7 +272,7 @@ val_pipeline = _base_.val_dataloader.dataset.pipeline
 val_pipeline[-1].meta_keys = ("sample_idx",)
 val_dataloader = dict(dataset=dict(with_label=False, pipeline=val_pipeline))
 test_dataloader = val_dataloader
-val_evaluator = dict(_delete_=True, type="ReconstructionError", collect_device="gpu")
+val_evaluator = dict(_delete_=True, type="ReconstructionError")
 test_evaluator = val_evaluator
 default_hooks = dict(ema=None, checkpoint=dict(by_epoch=False, interval=4))
 custom_hooks = [dict(type="CostHook")]
