@@ -120,6 +120,7 @@ def test_weights_that_are_not_finite_are_neither_validated_nor_saved():
         optim_wrapper=SimpleNamespace(get_lr=lambda: {"lr": [0.1]}, should_update=lambda: True),
         train_loop=None,
         iter=3,
+        call_hook=lambda name: None,
         epoch=1,
     )
     GuardHook().before_val(runner)
