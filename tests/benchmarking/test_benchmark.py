@@ -1,8 +1,5 @@
 """What is timed is what the names say, and every figure is what it is called."""
 
-import math
-
-import numpy as np
 import pytest
 import timm
 import torch
@@ -33,23 +30,18 @@ def test_the_matched_vit_costs_as_much_and_has_random_weights():
     (ours, flops), (theirs, others) = (subject.costs(baseline) for baseline in (False, True))
     assert theirs == pytest.approx(ours, rel=0.01)
     assert others["train"] == pytest.approx(flops["train"], rel=0.01)
-    vit = build(subject, "baseline")
+    vit, same, other = (build(subject, "baseline", *seed) for seed in ((), (), (1,)))
     assert type(vit).__name__ == "VisionTransformer"
     assert vit(torch.randn(1, 3, 32, 32)).std() > 0
-    assert torch.equal(vit.head.weight, build(subject, "baseline").head.weight)
-    assert not torch.equal(vit.cls_token, build(subject, "baseline", 1).cls_token)
-    vit = build(Images("tokenformer_small_rope_reg4", MATCHED, 32, 1), "baseline")
-    assert vit.num_prefix_tokens == 5
+    assert torch.equal(vit.head.weight, same.head.weight)
+    assert not torch.equal(vit.cls_token, other.cls_token)
 
 
-@pytest.mark.parametrize("baseline", [False, True])
-def test_flops_of_images(baseline):
-    name = IMAGES.baseline if baseline else IMAGES.model
-    model = timm.create_model(name, img_size=32, depth=1)
-    count, flops = IMAGES.costs(baseline)
-    assert count == sum(parameter.numel() for parameter in model.parameters())
-    cost = total(model_costs(model))
-    assert flops == {"train": cost.training_flops, "infer": cost.forward_flops}
+def test_flops_of_images():
+    for baseline, name in enumerate((IMAGES.model, IMAGES.baseline)):
+        cost = total(model_costs(timm.create_model(name, img_size=32, depth=1)))
+        flops = {"train": cost.training_flops, "infer": cost.forward_flops}
+        assert IMAGES.costs(bool(baseline)) == (cost.parameters, flops)
 
 
 def test_released_computes_what_the_reference_does():
@@ -103,14 +95,6 @@ def test_rounds_rotate_and_every_timed_call_follows_its_own():
     assert {name: len(values) for name, values in seconds.items()} == {"a": 4, "b": 4, "c": 4}
 
 
-@pytest.mark.parametrize("n", [1, 2, 11])
-def test_percentiles(n):
-    values = torch.rand(n).tolist()
-    found = measures.percentiles("x", values)
-    assert list(found) == ["x_p20", "x_p50", "x_p80"]
-    assert list(found.values()) == pytest.approx(np.percentile(values, (20, 50, 80)), rel=1e-5)
-
-
 def test_what_does_not_fit_drops_out(monkeypatch):
     step = Run.step
 
@@ -131,16 +115,14 @@ def test_what_does_not_fit_drops_out(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", Images.modes)
 @pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("mode", Images.modes)
 def test_all_variants_compiled(mode, precision):
     compared = [Variant(name, compiled) for name in NAMES for compiled in (False, True)]
     entry = measure_group(IMAGES, CPU, Group(mode, precision, 2), compared, 3)
     assert [row["variant"] for row in entry["variants"]] == list(map(str, compared))
-    saved = {row["variant"]: row["saved_mb_per_image"] for row in entry["variants"]}
-    for row in entry["variants"]:
-        assert len(row["seconds"]) == 3
-        assert all(math.isfinite(value) and value > 0 for value in row["seconds"])
+    assert all(min(row["seconds"]) > 0 for row in entry["variants"])
     if mode == "train":
+        saved = {row["variant"]: row["saved_mb_per_image"] for row in entry["variants"]}
         assert saved["auto compiled"] == pytest.approx(saved["auto eager"], rel=0.05)
         assert saved["reference compiled"] < saved["reference eager"]

@@ -1,7 +1,6 @@
 """The benchmark records what it measures, and needs torch and timm alone."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -28,18 +27,19 @@ def check_arithmetic(record, unit="image"):
         items, rows = group["items"], {row["variant"]: row for row in group["variants"]}
         against = "baseline eager" if group["mode"] == "decode" else "baseline compiled"
         for row in rows.values():
-            assert len(row["seconds"]) == record["n"]
-            points = np.percentile(row["seconds"], (20, 50, 80))
-            assert [row[f"seconds_p{p}"] for p in (20, 50, 80)] == pytest.approx(points, rel=1e-4)
-            assert row[f"{unit}s_per_s"] == pytest.approx(items / points[1], rel=1e-4)
-            ours = "baseline" if row["implementation"] == "baseline" else "model"
-            rate = record[f"flops_per_{unit}"][ours][group["mode"]] * items / points[1]
-            assert row["mfu"] == pytest.approx(rate / group["matmul_tflops"] / 1e12, rel=1e-4)
-            assert ("ratio_p50" in row) == (against in rows)
+            figures = {"seconds": row["seconds"]}
             if against in rows:
-                ratios = np.divide(rows[against]["seconds"], row["seconds"])
-                points = np.percentile(ratios, (20, 50, 80))
-                assert [row[f"ratio_p{p}"] for p in (20, 50, 80)] == pytest.approx(points, rel=1e-4)
+                figures["ratio"] = np.divide(rows[against]["seconds"], row["seconds"])
+            for name, values in figures.items():
+                assert len(values) == record["n"]
+                points = np.percentile(values, (20, 50, 80))
+                found = [row[f"{name}_p{p}"] for p in (20, 50, 80)]
+                assert found == pytest.approx(points, rel=1e-4)
+            rate = items / np.median(row["seconds"])
+            assert row[f"{unit}s_per_s"] == pytest.approx(rate, rel=1e-4)
+            model = "baseline" if row["implementation"] == "baseline" else "model"
+            flops = rate * record[f"flops_per_{unit}"][model][group["mode"]]
+            assert row["mfu"] == pytest.approx(flops / group["matmul_tflops"] / 1e12, rel=1e-4)
 
 
 @pytest.mark.slow
@@ -54,89 +54,64 @@ def test_where_only_torch_and_timm_are_installed(tmp_path):
         [sys.executable, "-c", code, *TINY, *words, "--out", path], capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1] == (
-        f"Done. Record: {path}; no chart: pip install matplotlib, then "
-        f"tokenformer-vit benchmark --draw {path}"
+    assert (
+        f"no chart: pip install matplotlib, then tokenformer-vit benchmark --draw {path}"
+        in (run.stdout.splitlines()[-1])
     )
     record = json.loads(path.read_text())
     assert "--precisions autocast" in record["command"]
-    assert record["hardware"].startswith(f"{os.cpu_count()} CPU cores")
     assert record["versions"].keys() >= {"python", "torch", "timm"}
     assert [group["mode"] for group in record["groups"]] == ["train", "infer"]
-    for group in record["groups"]:
-        assert (group["precision"], group["dtype"]) == ("autocast", "bfloat16 autocast")
-        for row in group["variants"]:
-            assert (row["saved_mb_per_image"] is None) == (group["mode"] == "infer")
-            assert f"{row['images_per_s']:.2f}" in run.stdout
-    saved = [row["saved_mb_per_image"] for row in record["groups"][0]["variants"]]
-    _, released, reference, auto = saved
-    assert auto < released < reference
     check_arithmetic(record)
+    saved = [[row["saved_mb_per_image"] for row in group["variants"]] for group in record["groups"]]
+    _, released, reference, auto = saved[0]
+    assert auto < released < reference
+    assert saved[1] == [None] * 4
 
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Replace the measurement by random seconds; return the measured groups."""
-    groups = []
+    """Replace the measurement by random seconds; a batch of 13 is interrupted."""
 
     def measure_group(subject, device, group, variants, rounds):
-        groups.append(group)
         if group.batch_size == 13:
             raise KeyboardInterrupt
-        saved = 1.0 if group.mode == "train" else None
-        rows = [{"variant": str(each), **each._asdict()} for each in variants]
+        rows = [{"variant": str(each), **each._asdict(), "peak_mib": 9.0} for each in variants]
         for row in rows:
-            row |= {"seconds": (0.1 + torch.rand(rounds)).tolist(), "peak_mib": 9.0}
-            row[f"saved_mb_per_{subject.unit}"] = saved
+            row["seconds"] = (0.1 + torch.rand(rounds)).tolist()
+            row[f"saved_mb_per_{subject.unit}"] = 1.0 if group.mode == "train" else None
         common = {"dtype": group.precision, "matmul_tflops": 0.2, "items": subject.items(group)}
         return {**group._asdict(), **common, "variants": rows}
 
     monkeypatch.setattr(measuring, "measure_group", measure_group)
-    return groups
 
 
-def run(path, *arguments):
-    benchmark.main([*TINY, "--out", str(path), *map(str, arguments)])
-    return json.loads(path.read_text())
-
-
-def test_the_record_has_every_finished_group(measured, tmp_path):
+def test_record_of_every_finished_group_and_chart(measured, tmp_path, capsys):
     path = tmp_path / "speed.json"
+    words = [*TINY, "--out", str(path), "--rounds", "4", "--precisions", "float32"]
+    words += ["--backends", "auto", "--modes", "train", "--batch-sizes", "4"]
     with pytest.raises(KeyboardInterrupt):
-        run(path, "--precisions", "float32", "--modes", "train", "--batch-sizes", 1, 13)
+        benchmark.main([*words, "13"])
     record = json.loads(path.read_text())
-    assert [group["batch_size"] for group in record["groups"]] == [1]
-    check_arithmetic(record)
-
-
-def test_record_and_chart(measured, tmp_path, capsys):
-    path = tmp_path / "speed.json"
-    record = run(path, "--rounds", 4, "--backends", "auto", "--precisions", "float32")
     assert (record["n"], record["depth"], record["device"]) == (4, 1, "cpu")
-    assert {(g["precision"], g["batch_size"]) for g in record["groups"]} == {("float32", 4)}
-    names = [row["variant"] for row in record["groups"][0]["variants"]]
-    assert names == [
-        f"{name} {how}"
-        for name in ("baseline", "released", "auto")
-        for how in ("eager", "compiled")
-    ]
+    (group,) = record["groups"]
+    assert (group["precision"], group["batch_size"]) == ("float32", 4)
+    names = ("baseline", "released", "auto")
+    expected = [f"{name} {how}" for name in names for how in ("eager", "compiled")]
+    assert [row["variant"] for row in group["variants"]] == expected
     check_arithmetic(record)
-    chart = path.with_suffix(".png")
-    assert f"Record: {path}; chart: {chart}" in capsys.readouterr().out
-    chart.unlink()
-    benchmark.main(["--draw", str(path)])
-    assert capsys.readouterr().out == f"chart: {chart}\n"
-    with Image.open(chart) as picture:
-        assert picture.width > 1000
-        assert len(picture.convert("RGB").getcolors(1_000_000)) > 10
+    benchmark.main(words)
+    assert f"Record: {path}; chart: {path.with_suffix('.png')}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("record", ["tokenformer_base_matched_cuda", "lm_tiny_256_cpu"])
-def test_earlier_records_can_be_drawn(record, tmp_path):
+def test_records_can_be_drawn_later(record, tmp_path, capsys):
     results = Path(measuring.__file__).with_name("results")
     (tmp_path / "a.json").write_bytes((results / f"speed_{record}.json").read_bytes())
     benchmark.main(["--draw", str(tmp_path / "a.json")])
-    assert (tmp_path / "a.png").stat().st_size > 10_000
+    assert capsys.readouterr().out == f"chart: {tmp_path / 'a.png'}\n"
+    with Image.open(tmp_path / "a.png") as picture:
+        assert len(picture.convert("RGB").getcolors(1_000_000)) > 10
 
 
 @pytest.mark.parametrize(("positions", "baseline"), [("learned", ""), ("rotary", ", rotary")])
@@ -147,11 +122,10 @@ def test_language_models(measured, tmp_path, capsys, positions, baseline):
     words += ["--precisions", "bfloat16", "--rounds", "4", "--device", "cpu", "--out", str(path)]
     benchmark.main([*words, "--positions", positions])
     record = json.loads(path.read_text())
-    modes = {group["mode"]: group for group in record["groups"]}
-    assert list(modes) == ["train", "prefill", "decode"]
-    assert [group["items"] for group in modes.values()] == [3 * 96, 3 * 96, 3 * 32]
-    names = [row["variant"] for row in modes["train"]["variants"]]
-    assert [row["variant"] for row in modes["decode"]["variants"]] == names[::2]
+    items = {group["mode"]: group["items"] for group in record["groups"]}
+    assert items == {"train": 3 * 96, "prefill": 3 * 96, "decode": 3 * 32}
+    train, _, decode = ([row["variant"] for row in g["variants"]] for g in record["groups"])
+    assert decode == train[::2]  # it is never compiled
     assert (record["unit"], record["model"]) == ("token", "tiny")
     assert record["baseline"] == f"transformer{baseline}"
     assert (record["num_tokens"], record["depth"], record["config"]["depth"]) == (96, 2, 2)
@@ -159,7 +133,6 @@ def test_language_models(measured, tmp_path, capsys, positions, baseline):
     weights += 2 * ((3 + 1 + 6 + 1) * 128 + 2 * 2 * 128) + 2 * 128  # biases and norms
     others = record["parameters"]["baseline"] - weights
     assert others == (256 * 128 if positions == "learned" else 0)
-    assert "transformers" in record["versions"]
     check_arithmetic(record, "token")
     assert "tokens/s" in capsys.readouterr().out
 
@@ -168,11 +141,8 @@ def test_language_models(measured, tmp_path, capsys, positions, baseline):
     ("words", "message"),
     [
         (["--model", "tokenformer_bsae"], "no model 'tokenformer_bsae' to .* tokenformer_base"),
-        (["--model", "vit_tiny_patch16_224"], "did you mean tokenformer"),
-        (["--baseline", "vit_bse_patch16_224"], "no model 'vit_bse_patch16_224' to measure"),
-        (["--baseline", "resnet18", "--modes", "decode"], "decode: choose from train, infer"),
+        (["--modes", "decode"], "decode: choose from train, infer"),
         (["--lm", "150m", "--num-tokens", "4096"], "4096: 150m takes at most 2048"),
-        (["--lm", "150m", "--modes", "infer"], "--modes infer: choose from train, prefill, dec"),
     ],
 )
 def test_bad_input(words, message, measured, tmp_path):

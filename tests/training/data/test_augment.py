@@ -1,6 +1,5 @@
 """Transforms of images: timm's, torchvision's and mmpretrain's are the references."""
 
-import copy
 import random
 
 import cv2
@@ -14,7 +13,7 @@ from timm.data import create_transform
 from torchvision.transforms import InterpolationMode, v2
 
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.vision.images import read_image, read_rgb
+from tokenformer_vit.vision.images import read_rgb
 
 AUGMENT = {
     "policies": "timm_increasing",
@@ -43,20 +42,11 @@ def build(kind, **options):
     return TRANSFORMS.build({"type": kind, **options})
 
 
-def gap(one, other):
-    """Difference of each value, in levels of 255."""
-    return np.abs(one.astype(int) - other)
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("RandomResizedCrop", {"size": 24, "scale": (0.2, 1.0), "interpolation": "bicubic"}),
-        ("RandomCrop", {"size": 32, "padding": 4}),
         ("RandomHorizontalFlip", {"p": 0.5}),
-        ("ColorJitter", {"brightness": 0.3, "contrast": 0.3, "saturation": 0.3}),
-        ("Grayscale", {"num_output_channels": 3}),
-        ("RandomSolarize", {"threshold": 128, "p": 1.0}),
     ],
 )
 def test_a_pipeline_names_transforms_of_torchvision(name, options, generator, seed):
@@ -80,7 +70,7 @@ SIZES = [(96, 130), (160, 65), (64, 64), (65, 64), (63, 90), (30, 21), (64, 500)
 @pytest.mark.parametrize("height", [48, 36])
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "lanczos"])
 @pytest.mark.parametrize("crop_mode", ["center", "squash"])
-@pytest.mark.parametrize("crop_pct", [0.75, 0.875, 1.0])
+@pytest.mark.parametrize("crop_pct", [0.875, 1.0])
 def test_evaluation_is_that_of_timm(crop_pct, crop_mode, interpolation, height, generator):
     """Up to Pillow's rounding where PyTorch resizes, and exactly elsewhere."""
     config = {"crop_pct": crop_pct, "crop_mode": crop_mode, "interpolation": interpolation}
@@ -93,67 +83,27 @@ def test_evaluation_is_that_of_timm(crop_pct, crop_mode, interpolation, height, 
         by_pytorch = crop_mode == "center" and interpolation != "lanczos" and height == 48
         untouched = min(size) == int(48 / crop_pct)
         assert results["img_shape"] == (height, 48)
-        assert gap(results["img"], expected).max() <= (2 if by_pytorch and not untouched else 0)
+        gap = np.abs(results["img"].astype(int) - expected)
+        assert gap.max() <= (2 if by_pytorch and not untouched else 0)
 
 
-def test_photographs_are_evaluated_as_by_timm(shared_data):
-    files = sorted(shared_data("imagenet_samples").glob("val/*/*"))[::20]
-    config = load_config("imagenet_base.py").test_dataloader.dataset.pipeline[1].to_dict()
-    ours = TRANSFORMS.build(config)
-    reference = create_transform(
-        **{key: value for key, value in config.items() if key != "type"}, normalize=False
-    )
-    differing = []
-    for file in files:
-        expected = reference(read_image(file)).permute(1, 2, 0).numpy()
-        differences = gap(ours({"img": read_rgb(file)})["img"], expected)
-        assert differences.max() <= 2
-        differing.append((differences > 0).mean())
-    assert len(files) == 50
-    assert np.mean(differing) < 0.01
-
-
-def assert_as_mmpretrain(fast, stock, image, seed):
-    """Compare an image in RGB with mmpretrain's in BGR, and the next random number."""
-    found = []
-    for transform, channels in ((fast, 1), (stock, -1)):
-        np.random.seed(seed)  # noqa: NPY002
-        changed = transform({"img": image[:, :, ::channels].copy()})["img"]
-        assert changed.dtype == np.uint8
-        found.append((changed[:, :, ::channels], np.random.rand()))  # noqa: NPY002
-    np.testing.assert_array_equal(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
-
-
-def both(**changes):
-    """Our RandAugment, and mmpretrain's with the fill colour in BGR."""
-    options = {**AUGMENT, **changes}
-    bgr = {**options["hparams"], "pad_val": options["hparams"]["pad_val"][::-1]}
-    return build("FastRandAugment", **options), build("RandAugment", **{**options, "hparams": bgr})
-
-
-def test_every_operation_of_randaugment(generator):
-    fast, stock = both()
+def test_randaugment_is_that_of_mmpretrain(generator):
+    """Of images in RGB, where mmpretrain's are in BGR; and the next random number is the same."""
+    fast = build("FastRandAugment", **AUGMENT)
+    bgr = {**AUGMENT["hparams"], "pad_val": AUGMENT["hparams"]["pad_val"][::-1]}
+    stock = build("RandAugment", **{**AUGMENT, "hparams": bgr})
     assert len(fast.transforms) == 15
     images = [photograph(generator, 40, 50) for _ in range(6)]
     images += [np.full((9, 9, 3), 77, np.uint8), np.zeros((5, 5, 3), np.uint8)]
-    for operation, own in zip(stock.transforms, fast.transforms, strict=True):
-        alone = copy.copy(fast)
-        alone.transforms, alone.num_policies = [own], 1
-        alone.policies = fast.policies[:1]
-        for number, image in enumerate(images):
-
-            def chosen(results, operation=operation):
-                np.random.choice(np.arange(1), size=1)  # noqa: NPY002
-                return operation(results)
-
-            assert_as_mmpretrain(alone, chosen, image, number)
-
-
-def test_randaugment(generator):
-    fast, stock = both()
-    for number in range(40):
-        assert_as_mmpretrain(fast, stock, photograph(generator, 32, 32), number)
+    for seed in range(400):  # more than 50 of each operation
+        found = []
+        for transform, channels in ((fast, 1), (stock, -1)):
+            np.random.seed(seed)  # noqa: NPY002
+            changed = transform({"img": images[seed % 8][:, :, ::channels].copy()})["img"]
+            assert changed.dtype == np.uint8
+            found.append((changed[:, :, ::channels], np.random.rand()))  # noqa: NPY002
+        np.testing.assert_array_equal(found[0][0], found[1][0])
+        assert found[0][1] == found[1][1]
 
 
 def test_transforms_draw_from_the_global_generators_alone(tmp_path, generator):

@@ -41,9 +41,8 @@ def test_images_and_labels_are_those_of_the_files(data_root):
     pack = {"type": "PackInputs"}
     stock = CustomDataset(str(data_root), "val", pipeline=[LOAD, pack])
     batch = make(data_root, split="val", pack=pack).__getitems__([5, 40, 0])
-    for index, image, sample in zip(
-        [5, 40, 0], batch["inputs"], batch["data_samples"], strict=True
-    ):
+    pairs = zip(batch["inputs"], batch["data_samples"], strict=True)
+    for index, (image, sample) in zip([5, 40, 0], pairs, strict=True):
         assert torch.equal(image.cpu(), stock[index]["inputs"])
         own = stock[index]["data_samples"]
         assert (sample.gt_label, sample.img_path) == (own.gt_label, own.img_path)
@@ -52,33 +51,23 @@ def test_images_and_labels_are_those_of_the_files(data_root):
     assert labels["data_samples"].tolist() == [0, 2, 0]
 
 
-def test_crops_are_those_of_the_padded_image_and_equally_frequent():
+def test_crops_and_flips_are_equally_frequent():
     image = torch.randint(1, 256, (1, 3, 8, 8), dtype=torch.uint8)
     windows = nn.functional.pad(image, (2, 2, 2, 2)).unfold(2, 8, 1).unfold(3, 8, 1)
     windows = windows[0].permute(1, 2, 0, 3, 4).flatten(0, 1)
-    place = (apply(CROP, image, 5000)[:, None] == windows).flatten(2).all(2).int()
-    assert (place.sum(1) == 1).all()
-    assert place.sum(0).min() > 100  # of 5000 in 25 places
-
-
-def test_half_of_the_images_are_flipped():
-    image = torch.randint(0, 256, (1, 3, 8, 8), dtype=torch.uint8)
-    flipped = apply(FLIP, image, 2000)
-    as_it_was = (flipped == image).flatten(1).all(1)
-    assert (flipped[~as_it_was] == image.flip(3)).all()
-    assert 850 < as_it_was.sum() < 1150
+    for transform, possible in ((CROP, windows), (FLIP, torch.cat((image, image.flip(3))))):
+        changed = apply(transform, image, 200 * len(possible))
+        found = (changed[:, None] == possible).flatten(2).all(2).int()
+        assert (found.sum(1) == 1).all()
+        assert found.sum(0).min() > 100  # of 200
 
 
 def test_cutouts_are_those_of_mmpretrain():
     image = torch.full((1, 3, 9, 8), 100, dtype=torch.uint8)
-    stock = TRANSFORMS.build(CUTOUT)
-    expected = {
-        stock({"img": image[0].permute(1, 2, 0).numpy().copy()})["img"].tobytes()
-        for _ in range(4000)
-    }
+    stock, pixels = TRANSFORMS.build(CUTOUT), image[0].permute(1, 2, 0).numpy()
+    expected = {stock({"img": pixels.copy()})["img"].tobytes() for _ in range(4000)}
     changed = apply(CUTOUT, image, 4000).permute(0, 2, 3, 1).contiguous().numpy()
-    found = {each.tobytes() for each in changed}
-    assert found == expected
+    assert {each.tobytes() for each in changed} == expected
     untouched = (changed.reshape(4000, -1) == 100).all(1).mean()
     assert untouched == pytest.approx(0.25, abs=0.03)
 
@@ -90,8 +79,6 @@ def test_a_share_of_the_images_has_as_many_of_each_class(data_root, seed):
         assert np.bincount(dataset.get_gt_labels()).tolist() == [max(1, round(16 * share))] * 3
         chosen[share] = {dataset.get_data_info(index)["img_path"] for index in range(len(dataset))}
     assert chosen[0.01] < chosen[0.25] < chosen[0.5]
-    other = make(data_root, share=0.5, share_seed=seed + 1)
-    assert {other.get_data_info(index)["img_path"] for index in range(24)} != chosen[0.5]
 
 
 def test_a_config_only_names_the_data_set(data_root, config):
@@ -102,14 +89,9 @@ def test_a_config_only_names_the_data_set(data_root, config):
     assert batches[0]["data_samples"].dtype == torch.int64
 
 
-@pytest.mark.parametrize(
-    "transforms",
-    [[FLIP, {"type": "ResizeEdge", "scale": 8}], [{"type": "v2/RandomResizedCrop", "size": 8}]],
-)
-def test_other_transforms_are_refused(data_root, transforms):
-    kind = transforms[-1]["type"].removeprefix("v2/")
-    with pytest.raises(InputError, match=f"^{kind} cannot .*CustomDataset"):
-        make(data_root, *transforms)
+def test_other_transforms_are_refused(data_root):
+    with pytest.raises(InputError, match=r"^RandomResizedCrop cannot .*CustomDataset"):
+        make(data_root, FLIP, {"type": "v2/RandomResizedCrop", "size": 8})
 
 
 def test_images_of_several_sizes_are_resized(tmp_path):
