@@ -11,6 +11,7 @@ from tokenformer_vit.benchmarking.benchmark import (
     PRECISIONS,
     Group,
     Images,
+    Language,
     Run,
     Variant,
     build,
@@ -18,11 +19,25 @@ from tokenformer_vit.benchmarking.benchmark import (
 )
 from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.models import LMConfig
 
 CPU = torch.device("cpu")
 IMAGES = Images("tokenformer_tiny", "vit_tiny_patch16_224", 32, 1)
 NAMES = ("baseline", "released", "reference", "auto")
 EAGER = [Variant(name, False) for name in NAMES]
+
+
+@pytest.fixture
+def language():
+    """Small language models; sequences have 12 tokens, of which 6 are decoded."""
+    lm = pytest.importorskip("tokenformer_vit.language", exc_type=ImportError)
+    shape = {"vocab_size": 61, "context_length": 40, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    return Language(
+        lambda: lm.TokenFormerForCausalLM(lm.TokenFormerConfig(**shape, rotary_share=0.5)),
+        lambda: lm.matched_transformer(LMConfig(**shape, rotary_share=0.5)),
+        vocab_size=61,
+        num_tokens=12,
+    )
 
 
 def test_the_matched_vit_costs_as_much_and_has_random_weights():
@@ -114,12 +129,69 @@ def test_what_does_not_fit_drops_out(monkeypatch):
     assert "out of memory" in reports.table(group, "image")
 
 
+@pytest.mark.usefixtures("plain_attention")
+@pytest.mark.parametrize("name", ["baseline", "reference"])
+@pytest.mark.parametrize("mode", Language.modes)
+def test_flops_of_language(name, mode, language):
+    group = Group(mode, "float32", 3)
+    run = Run(language, CPU, group, Variant(name, False))
+    batch = next(run.batches)
+    with torch.set_grad_enabled(mode == "train"):
+        if mode == "train":
+            counted = measures.counted_flops(lambda: run.compute(*batch).backward())
+        else:
+            run.compute(*batch)  # makes the cache of decode
+            counted = measures.counted_flops(lambda: run.compute(*batch))
+    parameters, flops = language.costs(name == "baseline")
+    # To a whole number for each token.
+    assert flops[mode] == pytest.approx(counted["Global"] / language.items(group), abs=1)
+    assert parameters == sum(p.numel() for p in run.model.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_what_is_timed_is_the_language_model(name, language):
+    results = []
+    for mode in Language.modes:
+        run = Run(language, CPU, Group(mode, "float32", 3), Variant(name, False))
+        tokens, targets = next(run.batches)
+        results.append(run.compute(tokens, targets))
+        logits = run.model(tokens, use_cache=False).logits
+        if mode == "train":
+            expected = nn.functional.cross_entropy(logits.transpose(1, 2), targets)
+        elif mode == "prefill":
+            expected = logits[:, -1:]
+        else:
+            row = tokens[:, :7]  # half of the sequence, and the token that follows
+            for _ in range(language.decoded):
+                expected = run.model(row, use_cache=False).logits[:, -1:]
+                row = torch.cat((row, expected.argmax(dim=-1)), dim=1)
+            assert torch.equal(run.compute(tokens, targets), results[-1])
+        torch.testing.assert_close(results[-1], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_all_start_with_the_same_weights(language):
+    models = [build(language, name, 7) for name in NAMES[1:]]
+    for one, *others in zip(*(model.parameters() for model in models), strict=True):
+        assert all(torch.equal(one, other) for other in others)
+
+
+@pytest.mark.parametrize(("mode", "precision"), zip(Language.modes, PRECISIONS, strict=True))
+def test_a_group_of_language(mode, precision, language):
+    entry = measure_group(language, CPU, Group(mode, precision, 3), EAGER, 2)
+    assert entry["items"] == (3 * 6 if mode == "decode" else 3 * 12)
+    for row in entry["variants"]:
+        assert len(row["seconds"]) == 2
+        assert (row["saved_mb_per_token"] is None) == (mode != "train")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("mode", Images.modes)
-def test_all_variants_compiled(mode, precision):
+@pytest.mark.parametrize("mode", ["train", "infer", "prefill"])
+def test_all_variants_compiled(mode, precision, language):
+    subject = language if mode == "prefill" else IMAGES
     compared = [Variant(name, compiled) for name in NAMES for compiled in (False, True)]
-    entry = measure_group(IMAGES, CPU, Group(mode, precision, 2), compared, 3)
+    entry = measure_group(subject, CPU, Group(mode, precision, 2), compared, 3)
     assert [row["variant"] for row in entry["variants"]] == list(map(str, compared))
     assert all(min(row["seconds"]) > 0 for row in entry["variants"])
     if mode == "train":

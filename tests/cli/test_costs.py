@@ -104,13 +104,8 @@ def test_bad_input(arguments, said):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--lm", "tiny", "--model", "tokenformer_tiny"], "--lm cannot be combined"),
-        (["--against-kwargs", "depth=1"], "--against-kwargs needs --against"),
-    ],
+    "words", ["--lm tiny --model tokenformer_tiny", "--against-kwargs depth=1"]
 )
-def test_slips_on_the_command_line(arguments, said, capsys):
+def test_options_that_do_not_belong_together(words):
     with pytest.raises(SystemExit):
-        costs.main(arguments)
-    assert said in capsys.readouterr().err.splitlines()[-1]
+        costs.main(words.split())

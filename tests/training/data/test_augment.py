@@ -13,16 +13,6 @@ from timm.data import create_transform
 from torchvision.transforms import InterpolationMode, v2
 
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.vision.images import read_rgb
-
-AUGMENT = {
-    "policies": "timm_increasing",
-    "num_policies": 2,
-    "total_level": 10,
-    "magnitude_level": 9,
-    "magnitude_std": 0.5,
-    "hparams": {"pad_val": [124, 116, 104], "interpolation": "bicubic"},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -89,9 +79,11 @@ def test_evaluation_is_that_of_timm(crop_pct, crop_mode, interpolation, height, 
 
 def test_randaugment_is_that_of_mmpretrain(generator):
     """Of images in RGB, where mmpretrain's are in BGR; and the next random number is the same."""
-    fast = build("FastRandAugment", **AUGMENT)
-    bgr = {**AUGMENT["hparams"], "pad_val": AUGMENT["hparams"]["pad_val"][::-1]}
-    stock = build("RandAugment", **{**AUGMENT, "hparams": bgr})
+    pipeline = load_config("imagenet_base.py").train_dataloader.dataset.pipeline
+    (config,) = (each.to_dict() for each in pipeline if each["type"] == "FastRandAugment")
+    fast = TRANSFORMS.build(config)
+    bgr = {**config["hparams"], "pad_val": config["hparams"]["pad_val"][::-1]}
+    stock = TRANSFORMS.build({**config, "type": "RandAugment", "hparams": bgr})
     assert len(fast.transforms) == 15
     images = [photograph(generator, 40, 50) for _ in range(6)]
     images += [np.full((9, 9, 3), 77, np.uint8), np.zeros((5, 5, 3), np.uint8)]
@@ -106,16 +98,15 @@ def test_randaugment_is_that_of_mmpretrain(generator):
         assert found[0][1] == found[1][1]
 
 
-def test_transforms_draw_from_the_global_generators_alone(tmp_path, generator):
+def test_transforms_draw_from_the_global_generators_alone(generator):
     """So their seeds decide what a pipeline makes of an image."""
-    file = tmp_path / "x.png"
-    Image.fromarray(photograph(generator, 60, 70)).save(file)
+    image = photograph(generator, 60, 70)
     for name in ("imagenet_base", "deit3_base", "cifar10_tiny", "digits_demo"):
         _, *steps, _ = load_config(f"{name}.py").train_dataloader.dataset.pipeline
         transforms = [TRANSFORMS.build(each) for each in steps]
         found = []
         for seed in (1, 1, 2, 3, 4, 5):
-            results = {"img": read_rgb(file), "img_shape": (60, 70)}
+            results = {"img": image.copy(), "img_shape": (60, 70)}
             random.seed(seed)
             np.random.seed(seed)  # noqa: NPY002
             torch.manual_seed(seed)

@@ -81,10 +81,9 @@ def finished(train_parquet, tmp_path_factory):
     return folder
 
 
-def scalars(work_dir):
-    train, val = read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
-    accuracies = {step: record["accuracy/top1"] for step, record in val.items()}
-    return {step: record["loss"] for step, record in train.items()}, accuracies
+def accuracies(work_dir):
+    _, val = read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
+    return [record["accuracy/top1"] for record in val.values()]
 
 
 @pytest.mark.slow
@@ -95,8 +94,7 @@ def test_a_run_equals_a_run_on_the_unpacked_folders(train, finished, source, tmp
     tmp_path /= "run"
     without_workers = "train_dataloader.num_workers=0"
     train(tmp_path, "--data-root", str(unpacked), *OPTIONS, without_workers)
-    assert scalars(finished) == scalars(tmp_path)
-    assert len(scalars(finished)[0]) == 12
+    assert accuracies(finished) == accuracies(tmp_path)
     for name in ("model.safetensors", "config.json"):
         assert (finished / name).read_bytes() == (tmp_path / name).read_bytes()
 
@@ -119,11 +117,8 @@ def test_shortened_epochs_and_subsets(train_parquet, source):
 
 @pytest.mark.slow
 def test_spawned_workers_read_the_same(source):
-    dataset = make(source)
-    loaders = [
-        DataLoader(dataset, batch_size=8, num_workers=n, multiprocessing_context=context)
-        for n, context in ((0, None), (2, "spawn"))
-    ]
+    spawned = {"num_workers": 2, "multiprocessing_context": "spawn"}
+    loaders = [DataLoader(make(source), 8, **options) for options in ({}, spawned)]
     for one, other in zip(*loaders, strict=True):
         assert torch.equal(one["inputs"], other["inputs"])
         assert torch.equal(one["data_samples"], other["data_samples"])
