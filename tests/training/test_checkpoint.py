@@ -31,7 +31,7 @@ def run():
     )
 
 
-RESUMED = {"iters_per_epoch": 3, "without_state": 0}
+RESUMED = {"iters_per_epoch": 3, "schedules": 1, "without_state": 0}
 
 
 def checkpoint_of(run):
@@ -41,6 +41,7 @@ def checkpoint_of(run):
         "meta": {"iter": 2, "epoch": 0},
         "state_dict": run.model.state_dict(),
         "optimizer": state,
+        "param_schedulers": [{}],
     }
 
 
@@ -60,6 +61,10 @@ DAMAGES = {
     "transposed": set_moment(torch.t),
     "0-d": set_moment(torch.sum),
     "infinite": set_moment(lambda moment: moment / 0),
+    "half": set_moment(torch.Tensor.half),
+    "steps": of_state(lambda state: state[0].update(step=torch.ones(2))),
+    "no schedules": lambda checkpoint: checkpoint.pop("param_schedulers"),
+    "another epoch": lambda checkpoint: checkpoint["meta"].update(epoch=1),
     "no state": of_state(dict.clear),
     "a part of the state": of_state(lambda state: state.pop(5)),
     "unknown parameters": of_state(lambda state: state.update({9: state.pop(5)})),

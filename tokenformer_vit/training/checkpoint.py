@@ -282,6 +282,7 @@ class ExactCheckpointHook(CheckpointHook):
             "samples": len(loader.dataset),
             "iters_per_epoch": len(loader),
             "config": _flat_config(runner),
+            "schedules": len(runner.param_schedulers or ()),
             "without_state": sum(p.requires_grad and p not in optimizer.state for p in trained),
             "early_stopping": [
                 (hook.wait_count, float(hook.best_score)) for hook in _early_stopping_hooks(runner)
@@ -342,11 +343,15 @@ def state_fault(runner: Any, checkpoint: dict[str, Any], resumed: dict[str, Any]
     PyTorch compares only the sizes of groups, and a fused optimiser writes outside moments of
     another shape.
     """
-    done, end = checkpoint["meta"]["iter"], runner.max_iters
+    done, epoch = (checkpoint["meta"][key] for key in ("iter", "epoch"))
+    first, last, end = 0, runner.max_iters, runner.max_iters
     if not by_iteration(runner):
+        first, last = (each * resumed["iters_per_epoch"] for each in (epoch, epoch + 1))
         end = runner.max_epochs * resumed["iters_per_epoch"]
-    if done > end:
-        return f"it is of iteration {done}, and the run has {end}"
+    if not first <= done <= min(last, end):
+        return f"it is of iteration {done}, epoch {epoch}, and the run has {end} iterations"
+    if len(checkpoint.get("param_schedulers", ())) != resumed["schedules"]:
+        return f"it has not {resumed['schedules']} schedules"
     models = {"state_dict": unwrap(runner.model)}  # an EMAHook may have exchanged the two
     for hook in runner.hooks:
         if isinstance(hook, EMAHook) and "ema_state_dict" in checkpoint:
@@ -363,14 +368,17 @@ def state_fault(runner: Any, checkpoint: dict[str, Any], resumed: dict[str, Any]
     without = [n for n, each in parameters.items() if each.requires_grad and n not in states]
     if not states.keys() <= parameters.keys() or len(without) != resumed["without_state"]:
         return "the optimiser's state is not that of these parameters"
+    of_torch = type(optimizer).__module__.startswith("torch.optim")  # others may keep halves
     for number, state in states.items():
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
                 continue
             shape, own = tuple(value.shape), tuple(parameters[number].shape)
             moment = name.startswith(_MOMENTS) and not name.endswith(_FACTORED)
-            if moment and shape != own:
-                return f"{name} of parameter {number} is {shape}, not {own}"
+            if (moment and shape != own) or (name == "step" and value.numel() != 1):
+                return f"{name} of parameter {number} is {shape}, and the parameter {own}"
+            if moment and of_torch and value.dtype != parameters[number].dtype:
+                return f"{name} of parameter {number} is {value.dtype}"
             if not value.isfinite().all():
                 return f"{name} of parameter {number} is not finite"
     return None
