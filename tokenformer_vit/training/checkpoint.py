@@ -90,6 +90,8 @@ class ExactCheckpointHook(CheckpointHook):
             # resumed checkpoint names: only this run's own may be deleted.
             own = folder / Path(str(info[key])).name
             info[key] = str(own) if own.name.startswith("best_") and own.is_file() else None
+        if "keep_ckpt_ids" in info:  # it also deletes what has these numbers
+            info["keep_ckpt_ids"] = [n for n in info["keep_ckpt_ids"] if isinstance(n, int)]
         super().before_train(runner)
         loader = runner.train_dataloader
         for each in [loader] if runner.val_loop is None else [loader, runner.val_dataloader]:
