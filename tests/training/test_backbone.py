@@ -7,12 +7,11 @@ from mmengine.config import ConfigDict
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
 from mmpretrain.registry import MODELS
-from mmpretrain.structures import DataSample
 from timm.data import resolve_model_data_config
 from timm.optim import param_groups_layer_decay
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.mmpretrain_names import classifier_state_dict, timm_state_dict
+from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.export import (
     as_timm_model,
@@ -25,18 +24,12 @@ SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_head
 BACKBONES = {
     "default": {"model_name": "tokenformer_tiny"},
     "softmax": {"model_name": "tokenformer_tiny", "theta": "softmax", "norm": "bias"},
-    "mean_pool": {"model_name": "tokenformer_tiny", "global_pool": "avg", "norm": "weight+bias"},
-    "pairs": {"model_name": "tokenformer_tiny", "num_ffn_param_tokens": 40, "theta": "gelu_l1"},
     "shared": {
         "model_name": "tokenformer_tiny",
         "theta": "gelu_tanh_l2",
         "pattention_args": ConfigDict(learn_tau=True, eps=1e-3, key_init_scale=0.5),
     },
-    "vit5": {
-        "model_name": "tokenformer_small_rope_reg4",
-        "init_values": 0.5,
-        "global_pool": "avg",
-    },
+    "vit5": {"model_name": "tokenformer_small_rope_reg4", "global_pool": "avg"},
     "distilled": {"model_name": "tokenformer_small_distilled"},
     "ordinary": {"model_name": "vit_tiny_patch16_224"},  # of timm, without a TokenFormer in it
 }
@@ -80,12 +73,8 @@ def backbone(request):
     return request.param
 
 
-@pytest.fixture
-def images():
-    return torch.randn(4, 3, 16, 16)
-
-
-def test_outputs_are_those_of_timm(backbone, images):
+def test_outputs_are_those_of_timm(backbone):
+    images = torch.randn(4, 3, 16, 16)
     classifier = build(**backbone).eval()
     kwargs = {**SIZES, **backbone}
     reference = timm.create_model(kwargs.pop("model_name"), num_classes=5, **kwargs).eval()
@@ -99,28 +88,15 @@ def test_outputs_are_those_of_timm(backbone, images):
     assert logits.std(dim=0).min() > 1e-3  # every logit depends on the image
 
 
-def test_training_reaches_every_parameter(backbone, images):
-    # No block is dropped: a dropped one gets no gradient, rightly.
-    classifier = build(**backbone, drop_path_rate=0.0).train()
-    samples = [DataSample().set_gt_label(label) for label in range(4)]
-    loss = classifier(images, samples, mode="loss")["loss"]
-    loss.backward()
-    for name, parameter in classifier.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().max() > 0, name
-
-
 def test_layer_wise_learning_rates_are_timms(backbone):
     classifier = build(**backbone)
-    optimizer = build_optim_wrapper(
-        classifier,
-        {
-            "type": "OptimWrapper",
-            "optimizer": {"type": "AdamW", "lr": 1e-3, "weight_decay": 0.1},
-            "constructor": "LearningRateDecayOptimWrapperConstructor",
-            "paramwise_cfg": {"layer_decay_rate": 0.5},
-        },
-    ).optimizer
+    wrapper = {
+        "type": "OptimWrapper",
+        "optimizer": {"type": "AdamW", "lr": 1e-3, "weight_decay": 0.1},
+        "constructor": "LearningRateDecayOptimWrapperConstructor",
+        "paramwise_cfg": {"layer_decay_rate": 0.5},
+    }
+    optimizer = build_optim_wrapper(classifier, wrapper).optimizer
     rates = {group["param_name"]: group["lr"] for group in optimizer.param_groups}
     assert set(rates) == {name for name, _ in classifier.named_parameters()}
 
@@ -133,21 +109,6 @@ def test_layer_wise_learning_rates_are_timms(backbone):
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     expected = {names[key]: 1e-3 * scale for key, scale in scales.items()}
     assert timm_state_dict(rates) == pytest.approx(expected)
-
-
-def test_names_go_there_and_back(backbone):
-    classifier = build(**backbone)
-    state = classifier.state_dict()
-    as_timm = timm_state_dict(state)
-    assert len(as_timm) == len(state)
-    back = classifier_state_dict(as_timm)
-    assert list(back) == list(state)
-    assert all(back[name] is state[name] for name in state)
-
-    kwargs = {**SIZES, **backbone}
-    names = timm.create_model(kwargs.pop("model_name"), num_classes=5, **kwargs).state_dict().keys()
-    assert as_timm.keys() == names
-    assert timm_state_dict(classifier_state_dict(dict.fromkeys(names))).keys() == names
 
 
 @pytest.fixture
@@ -173,27 +134,25 @@ def test_a_resize_and_a_crop_are_exported(cfg):
     pipeline[1]["keep_ratio"] = True
     with pytest.raises(InputError, match=r"no such test pipeline \(Resize\)"):
         preprocessing(cfg)
+    pipeline[:2] = [{"type": "LoadImageFromFile"}]
+    with pytest.raises(InputError, match="BGR"):
+        preprocessing(cfg)
 
 
-def test_the_exported_folder_is_the_model(backbone, images, tmp_path, cfg):
+def test_the_exported_folder_is_the_model(backbone, tmp_path, cfg):
+    images = torch.randn(4, 3, 16, 16)
     classifier = build(**backbone).eval()
     names = ["ant", "bee", "cat", "dog", "eel"]
     export_classifier(classifier, cfg, {"classes": tuple(names)}, tmp_path)
     model = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    assert model.num_classes == 5
     assert model.pretrained_cfg["label_names"] == names
-    preprocessing = resolve_model_data_config(model)
-    assert preprocessing["input_size"] == (3, 16, 16)
-    assert preprocessing["mean"] == pytest.approx((0.2, 0.4, 0.5))
-    assert preprocessing["std"] == pytest.approx((0.1, 0.2, 0.3))
-    assert preprocessing["crop_pct"] == pytest.approx(0.8)
-    assert preprocessing["interpolation"] == "bilinear"
+    found = resolve_model_data_config(model)
+    assert found["mean"] == pytest.approx((0.2, 0.4, 0.5))
+    assert found["std"] == pytest.approx((0.1, 0.2, 0.3))
+    how = (found["input_size"], found["crop_pct"], found["interpolation"])
+    assert how == ((3, 16, 16), 0.8, "bilinear")
     with torch.no_grad():
         torch.testing.assert_close(model(images), classifier(images, mode="tensor"))
-    again = build_untouched(model_name=f"local-dir:{tmp_path}")  # some heads became a list
-    assert again.backbone.model.embed_dim == 24
-    learned = dict(model.named_parameters()).keys()  # τ or not
-    assert learned == timm_state_dict(dict(classifier.named_parameters())).keys()
 
 
 def test_fine_tuning_starts_from_an_exported_file(tmp_path, cfg):
@@ -210,28 +169,13 @@ def test_fine_tuning_starts_from_an_exported_file(tmp_path, cfg):
         build_untouched(model_name="tokenformer_tiny", checkpoint_path=path, depth=4)
 
 
-def test_a_model_without_a_linear_head_is_refused_at_the_start():
-    with pytest.raises(InputError, match="resnet18 has no linear classifier called 'head'"):
-        MODELS.build({"type": "TimmClassificationBackbone", "model_name": "resnet18"})
-
-
-@pytest.mark.parametrize("model_name", BACKBONES)
-def test_blocks_are_compiled_on_request_and_the_export_is_not(model_name):
-    plain, compiled = (build(**BACKBONES[model_name], compile=compile) for compile in (False, True))
+def test_blocks_are_compiled_on_request_and_the_export_is_not():
+    plain, compiled = (build(**TOKENFORMER, compile=compile) for compile in (False, True))
     assert compiled.state_dict().keys() == plain.state_dict().keys()
     for classifier, expected in ((plain, False), (compiled, True)):
         blocks = classifier.backbone.model.blocks
         assert all((block._compiled_call_impl is not None) is expected for block in blocks)
     assert as_timm_model(compiled).blocks[0]._compiled_call_impl is None
-
-
-def test_a_config_chooses_the_backend_of_a_tokenformer():
-    chosen = build_untouched(model_name="tokenformer_tiny", backend="reference").backbone.model
-    layers = [layer for layer in chosen.blocks.modules() if hasattr(layer, "backend")]
-    assert len(layers) == SIZES["depth"] * 7  # five Pattentions and two norms in each block
-    assert {layer.backend for layer in layers} == {"reference"}
-    with pytest.raises(InputError, match=r"reference.*'fast'"):
-        build_untouched(model_name="tokenformer_tiny", backend="fast")
 
 
 def trained(classifier):
@@ -252,16 +196,12 @@ def test_of_a_grown_backbone_the_new_pairs_and_the_head_train():
     assert old == {"head.fc.weight", "head.fc.bias"}
     count = sum(p.numel() for p in classifier.parameters() if p.requires_grad)
     assert count == 3 * 2 * 24 * (3 * 4 + 2 + 4) + 25 * 5
-
-
-def test_new_pairs_are_those_of_the_runs_seed():
-    def values(**own):
-        torch.manual_seed(5)
-        classifier = build_untouched(**TOKENFORMER, growth={**GROWTH, **own})
-        return classifier.backbone.model.blocks[0].mlp.value_param_tokens[96:]
-
-    assert torch.equal(values(), values(seed=5))
-    assert not torch.equal(values(), values(seed=6))
+    values = []
+    for growth in (GROWTH, {**GROWTH, "seed": 5}):
+        torch.manual_seed(5)  # of the run
+        grown = build_untouched(**TOKENFORMER, growth=growth).backbone.model
+        values.append(grown.blocks[0].mlp.value_param_tokens[96:])
+    assert torch.equal(*values)
 
 
 def test_a_frozen_backbone_computes_in_training_as_in_validation():

@@ -1,36 +1,35 @@
 """Configs are read, overridden and checked before a run starts."""
 
-import argparse
+import json
 import re
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
 from mmpretrain.datasets import CustomDataset
 from PIL import Image
 
-from tokenformer_vit.cli.arguments import add_run_arguments, parse_run_arguments
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.training.config import (
     CONFIGS,
     check_config,
     check_folders,
-    check_schedule,
     choose_checkpoint,
     datasets,
     load_config,
     write_config,
 )
+from tokenformer_vit.training.data.images import PackLabels
 
 
 @pytest.mark.parametrize(
     ("key", "message"),
     [
         ("optim_wrapper.optimizer.lrr", "no 'lrr'; there is lr"),
-        ("train_dataloder.batch_size", "no 'train_dataloder'; there is train_dataloader"),
         ("param_scheduler.2.end", "no '2'; there is 0, 1"),
-        ("load_from.path", "no 'path'"),
     ],
 )
 def test_a_misspelt_option_is_refused(config, key, message):
@@ -48,18 +47,9 @@ def test_options_reach_into_lists_and_every_loader(config):
     assert cfg.work_dir == "work_dirs/small"
 
 
-def test_options_that_cannot_be_read(capsys):
-    parser = argparse.ArgumentParser()
-    add_run_arguments(parser)
-    for words in (["foo"], ["a=[dict(b=1,c=2)]"]):
-        with pytest.raises(SystemExit):
-            parse_run_arguments(parser, ["--cfg-options", *words])
-        assert "put dicts into a config file" in capsys.readouterr().err
-
-
 def test_configs_are_found_and_are_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("digits_demo", "digits_demo.py", "configs/digits_demo.py"):
+    for name in ("digits_demo", "configs/digits_demo.py"):
         assert load_config(name).filename == str(CONFIGS / "digits_demo.py")
     with pytest.raises(InputError, match=r"digits_dem is no config: .*: digits_demo"):
         load_config("digits_dem")
@@ -67,9 +57,6 @@ def test_configs_are_found_and_are_python(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"x\.yaml is no config: give a file \*\.py"):
         load_config("x.yaml")
     assert not Path("executed").exists()
-    Path("x.py").write_text("x = undefined")
-    with pytest.raises(NameError):  # Python's own
-        load_config("x.py")
 
 
 def changed(config, folder, text):
@@ -81,13 +68,10 @@ def changed(config, folder, text):
 def test_wrapped_data_are_read_through(config, tmp_path):
     own = "dataset=dict(_delete_=True, type='CustomDataset', data_root='x', pipeline=[])"
     parts = "[dict(type='CustomDataset', data_root='x'), dict(type='ImageNet', data_root='y')]"
-    cfg = changed(
-        config,
-        tmp_path,
-        f"train_dataloader = dict(dataset=dict(_delete_=True, type='RepeatDataset', times=2, {own}"
-        f"))\nval_dataloader = dict(dataset=dict(_delete_=True, type='ConcatDataset', "
-        f"datasets={parts}))",
-    )
+    twice = f"dict(_delete_=True, type='RepeatDataset', times=2, {own})"
+    both = f"dict(_delete_=True, type='ConcatDataset', datasets={parts})"
+    text = f"train_dataloader = dict(dataset={twice})\nval_dataloader = dict(dataset={both})"
+    cfg = changed(config, tmp_path, text)
     check_config(cfg)
     assert [each.data_root for each in datasets(cfg.val_dataloader.dataset)] == ["x", "y"]
     for loader in (cfg.train_dataloader, cfg.val_dataloader):
@@ -99,11 +83,9 @@ def test_wrapped_data_are_read_through(config, tmp_path):
 @pytest.mark.parametrize(
     ("cores", "environment", "workers"),
     [
-        (6, {}, 6),
         (200, {}, 16),
         (96, {"LOCAL_WORLD_SIZE": "8"}, 12),
         (4, {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, 1),
-        (32, {"SLURM_NTASKS_PER_NODE": "4"}, 8),
         (32, {"SLURM_NTASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "10"}, 10),
     ],
 )
@@ -116,18 +98,12 @@ def test_workers_are_one_a_core(config, monkeypatch, cores, environment, workers
     cfg = load_config("imagenet_base.py", {"test_dataloader.num_workers": 3})
     loaders = [cfg[f"{name}_dataloader"] for name in ("train", "val", "test")]
     assert [each.num_workers for each in loaders] == [workers, workers, 3]
-    # Workers of validation do not stay beside those of training.
-    assert [each.persistent_workers for each in loaders] == [True, False, False]
-    assert load_config(config).train_dataloader.num_workers == 1  # as the config says
 
 
 def test_the_sampler_shortens_an_epoch(config):
-    names = ("train_dataloader", "val_dataloader")
-    cfg = load_config(config, {f"{name}.num_batch_per_epoch": 2 for name in names})
-    for name in names:
-        assert cfg[name].sampler.type == "ResumableSampler"
-        assert cfg[name].sampler.num_samples == 16
-        assert "num_batch_per_epoch" not in cfg[name]
+    cfg = load_config(config, {"val_dataloader.num_batch_per_epoch": 2})
+    assert cfg.val_dataloader.sampler.type == "ResumableSampler"
+    assert cfg.val_dataloader.sampler.num_samples == 16
 
 
 def test_a_config_of_mmpretrain_gets_our_hooks_loop_and_sampler(tmp_path):
@@ -161,13 +137,8 @@ def test_a_config_of_mmpretrain_gets_our_hooks_loop_and_sampler(tmp_path):
             "model_wrapper_cfg = dict(static_graph=True)",
             "static_graph=False",
         ),
-        (
-            "model = dict(sandwich=True)\nactivation_checkpointing = ['blocks']",
-            "activation_checkpointing=None",
-        ),
+        ("model = dict(sandwich=True)\nactivation_checkpointing = ['blocks']", "activation_ch"),
         ("train_cfg = dict(max_epochs=1)", r"scheduler\.1 is from 1 to 2, but .*max_epochs is 1"),
-        ("param_scheduler = [dict(type='StepLR', step_size=1, end=9)]", "from 0 to 9"),
-        ("param_scheduler = [dict(type='LinearLR', begin=2, end=2)]", "from 2 to 2"),
         (
             "train_cfg = dict(_delete_=True, type='ResumableIterLoop', max_iters=100)",
             r"param_scheduler\.1 counts epochs: set by_epoch=False",
@@ -176,24 +147,15 @@ def test_a_config_of_mmpretrain_gets_our_hooks_loop_and_sampler(tmp_path):
             "param_scheduler = [dict(type='ReduceOnPlateauLR', monitor='loss')]",
             r"param_scheduler\.0\.monitor is 'loss', but validation measures .*accuracy/top1",
         ),
-        (
-            "custom_hooks = [dict(type='EarlyStoppingHook', monitor='accuracy')]",
-            r"custom_hooks\.0\.monitor is 'accuracy', but",
-        ),
         ("default_hooks = dict(checkpoint=dict(save_best='top1'))", "save_best is 'top1', but"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(config, tmp_path, text, message):
-    with pytest.raises(InputError, match=message) as raised:
-        check_config(changed(config, tmp_path, text))
-    assert "\n" not in str(raised.value)
-
-
-def test_what_fits_passes(config, tmp_path):
     check_config(changed(config, tmp_path, "param_scheduler = []\ntrain_cfg = dict(max_epochs=1)"))
-    check_schedule(load_config(config, {"param_scheduler": []}))
     best = "save_best='accuracy/top1_at_0.5'"  # of a nested model
     check_config(changed(config, tmp_path, f"default_hooks = dict(checkpoint=dict({best}))"))
+    with pytest.raises(InputError, match=message):
+        check_config(changed(config, tmp_path, text))
 
 
 def test_lamb_does_not_move_a_head_at_zero(config, tmp_path):
@@ -203,17 +165,15 @@ def test_lamb_does_not_move_a_head_at_zero(config, tmp_path):
 
 
 def test_autocast_is_that_of_training_and_validation(train, tmp_path, monkeypatch):
-    seen = set()
+    seen, forward = set(), torch.nn.Conv2d.forward
 
-    def forward(module, inputs, output):
-        if isinstance(module, torch.nn.Conv2d):
-            seen.add((module.training, output.dtype))
+    def observed(module, x):
+        output = forward(module, x)
+        seen.add((module.training, output.dtype))
+        return output
 
-    handle = torch.nn.modules.module.register_module_forward_hook(forward)
-    try:
-        train(tmp_path, "--amp", "--cfg-options", "train_cfg.max_epochs=2")
-    finally:
-        handle.remove()
+    monkeypatch.setattr(torch.nn.Conv2d, "forward", observed)
+    train(tmp_path, "--amp", "--cfg-options", "train_cfg.max_epochs=2")
     assert seen == {(True, torch.bfloat16), (False, torch.bfloat16)}
 
 
@@ -227,23 +187,17 @@ def test_a_config_of_your_own_in_its_work_directory_is_not_replaced(config, tmp_
     (tmp_path / "run").mkdir()
     write_config(cfg)
     copy = load_config(tmp_path / "run" / "own.py")
-    assert copy.model == cfg.model
     assert copy.work_dir == "work_dirs/own"  # a run of its own
 
 
 def test_pickled_annotations_are_not_read(config, tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text(
-        f"_base_ = {str(config)!r}\ntest_dataloader = dict(dataset=dict(ann_file='x.pkl'))\n"
-    )
     with pytest.raises(InputError, match=r"x\.pkl could run code"):
-        load_config(path)
+        changed(config, tmp_path, "test_dataloader = dict(dataset=dict(ann_file='x.pkl'))")
 
 
 def test_a_run_is_resumed_and_not_overwritten(config, tmp_path):
     run, other = tmp_path / "run", tmp_path / "other"
     cfg = load_config(config, work_dir=str(run))
-    choose_checkpoint(cfg, None)
     choose_checkpoint(cfg, "auto")  # there is none
     assert not cfg.resume
     for folder in (run, other):
@@ -283,15 +237,61 @@ def test_images_are_not_lost_without_a_word(config, tmp_path, capsys):
         check_folders(cfg, ("val_dataloader",))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--seed", "9"], "already holds a run"),
-        (["--resume", "--cfg-options", "default_hooks.ema=None"], "averages its weights"),
-    ],
-)
-def test_a_refused_run_leaves_the_config_of_the_first(train, trained, words, said):
+def test_a_refused_run_leaves_the_config_of_the_first(train, trained):
     written = trained.work_dir / trained.config.name
     before = written.read_bytes()
-    assert said in train.fails(trained.work_dir, *words)
+    words = ("--resume", "--cfg-options", "default_hooks.ema=None")
+    assert "averages its weights" in train.fails(trained.work_dir, *words)
     assert written.read_bytes() == before
+
+
+def test_a_model_for_several_labels_an_image_trains(train, config, data_root, tmp_path, command):
+    files = sorted(data_root.glob("train/*/*.png"))
+    labelled = [
+        {"img_path": str(file), "gt_label": [0, 2] if index % 2 else [1]}
+        for index, file in enumerate(files)
+    ]
+    listed = tmp_path / "labels.json"
+    listed.write_text(json.dumps({"metainfo": {"classes": "abc"}, "data_list": labelled}))
+    of_several = {"type": "MultiLabelDataset", "ann_file": str(listed), "_delete_": True}
+    of_several["pipeline"] = [{"type": "LoadImage"}, {"type": "PackInputs"}]
+    head = {"type": "MultiLabelLinearClsHead", "num_classes": 3, "in_channels": 24}
+    head["_delete_"] = True
+    own = tmp_path / "own.py"
+    own.write_text(
+        f"_base_ = {str(config)!r}\nmodel = dict(head={head!r}, train_cfg=None)\n"
+        f"train_dataloader = dict(num_workers=0, dataset={of_several!r})\n"
+        f"val_dataloader = test_dataloader = dict(dataset={of_several!r})\n"
+        "val_evaluator = test_evaluator = dict(_delete_=True, type='AveragePrecision')\n"
+        "train_cfg = dict(max_epochs=1)\nparam_scheduler = []\n"
+        "default_hooks = dict(results=dict(export=False))\n"
+    )
+    run = tmp_path / "run"
+    done = command("train", str(own), "--work-dir", str(run))
+    assert done.status == 0, done.output
+    record = json.loads((run / "record.json").read_text())
+    assert "multi-label/mAP" in record
+    assert "export=False" in record["not_exported"]
+    done = command("test", str(own), str(run / "epoch_1.pth"), "--out", str(tmp_path / "tested"))
+    assert done.status == 0, done.output
+    measured = json.loads((tmp_path / "tested" / "metrics.json").read_text())["metrics"]
+    assert measured.keys() == {"multi-label/mAP"}
+
+
+def test_an_image_of_another_size_is_named():
+    pack = PackLabels()
+    for side in (8, 8, 9):
+        sample = {"img": np.zeros((side, 8, 3), np.uint8), "img_path": f"{side}.png", "gt_label": 1}
+        if side == 8:
+            assert pack(sample)["inputs"].shape == (3, 8, 8)
+    with pytest.raises(InputError, match=r"9\.png has the shape \(9, 8, 3\).*a resize or a crop"):
+        pack(sample)
+
+
+def test_a_corrupt_image_stops_training_with_its_name(train, data_root, tmp_path):
+    root = tmp_path / "images"
+    shutil.copytree(data_root, root)
+    (root / "train" / "dark" / "3.png").write_bytes(b"\x89PNG broken")
+    line = train.fails(tmp_path / "run", "--data-root", str(root))
+    assert "cannot read image" in line
+    assert "dark/3.png" in line

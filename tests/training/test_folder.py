@@ -46,11 +46,8 @@ def write_images(folder, size, counts, generator):
 
 @pytest.fixture
 def exported(tmp_path):
-    model = timm.create_model(
-        *("tokenformer_tiny",),
-        **{"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2},
-        num_classes=5,
-    )
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
+    model = timm.create_model("tokenformer_tiny", **sizes, num_classes=5)
     folder = tmp_path / "exported"
     how = {"mean": (0.1, 0.2, 0.3), "crop_pct": 0.8, "interpolation": "bilinear"}
     save_model(model, folder, list("abcde"), how)
@@ -70,9 +67,6 @@ def test_a_folder_trains_and_a_run_is_resumed_but_not_replaced(data_root, tmp_pa
     done = command("train", data_root, "--work-dir", folder)
     assert done.status == 1
     assert "--resume" in done.err
-    done = command("train", data_root, "--work-dir", folder, "--resume", "--model", "x")
-    assert done.status == 1
-    assert str(config) in done.err
     # Nothing of a refused command remains.
     assert before == {path: path.read_bytes() for path in before}
     weights = load_file(folder / "model.safetensors")
@@ -81,62 +75,23 @@ def test_a_folder_trains_and_a_run_is_resumed_but_not_replaced(data_root, tmp_pa
     train(data_root, folder, "--resume", folder / "epoch_1.pth")
     resumed = load_file(folder / "model.safetensors")
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+    cfg = read_config(config)  # a copy of it starts a new run
+    assert (cfg.resume, cfg.load_from, cfg.get("work_dir")) == (False, None, None)
 
 
 def test_the_same_command_repeats_what_a_killed_run_began(data_root, tmp_path, command):
-    options = (*SHORT, "optim_wrapper.accumulative_counts=2")
-    options = (*options, "train_dataloader.num_batch_per_epoch=1")
-    words = (data_root, "--work-dir", tmp_path / "run", "--resume", "--auto-scale-lr")
+    run = tmp_path / "run"
+    words = (data_root, "--work-dir", run, "--resume", "--auto-scale-lr", "--cfg-options", *SHORT)
     texts, rates = [], []
-    for ending in ("killed before its first checkpoint", "complete", "complete"):
-        done = command("train", *words, "--cfg-options", *options)
+    for _ in range(2):
+        done = command("train", *words, "train_dataloader.num_batch_per_epoch=1")
         assert done.status == 0, done.output
-        texts.append((tmp_path / "run" / f"{data_root.name}.py").read_text())
-        rates += re.findall("Learning rate: (.*) ", (tmp_path / "run" / "README.md").read_text())
-        if ending != "complete":
-            for name in ("epoch_1.pth", "epoch_2.pth", "last_checkpoint"):
-                (tmp_path / "run" / name).unlink()
-    assert "Epoch(train)" not in done.output
-    assert len(rates) == 3
+        texts.append((run / f"{data_root.name}.py").read_text())
+        rates += re.findall("Learning rate: (.*) ", (run / "README.md").read_text())
+        for name in ("epoch_1.pth", "epoch_2.pth", "last_checkpoint"):
+            (run / name).unlink()
+    assert len(rates) == 2
     assert len(set(texts)) == len(set(rates)) == 1
-
-
-def test_a_copy_of_the_config_of_a_resumed_run_starts_a_new_run(data_root, tmp_path, train):
-    train(data_root, tmp_path / "first")
-    train(data_root, tmp_path / "first", "--resume")
-    cfg = read_config(tmp_path / "first" / f"{data_root.name}.py")
-    assert (cfg.resume, cfg.load_from, cfg.get("work_dir")) == (False, None, None)
-    copy = shutil.copy(cfg.filename, tmp_path / "second.py")
-    assert "finished" not in train(copy, tmp_path / "second")
-
-
-def test_a_part_of_each_class_is_held_out_and_nothing_is_moved(tmp_path, generator, train, capsys):
-    folder = write_images(
-        tmp_path / "photos", (20, 30), {"cat": 10, "a dog": 7, "eel": 2}, generator
-    )
-    before = {path: path.read_bytes() for path in folder.rglob("*.png")}
-    train(folder, tmp_path / "run")
-    described = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert described["label_names"] == ["a dog", "cat", "eel"]
-    listed = {}
-    for split in ("train", "val"):
-        lines = (tmp_path / "run" / f"{split}.txt").read_text().splitlines()
-        listed[split] = [line.rsplit(" ", 1) for line in lines]
-        for file, label in listed[split]:
-            assert file.split("/")[0] == ["a dog", "cat", "eel"][int(label)]
-    names = [file for files in listed.values() for file, _ in files]
-    assert sorted(names) == sorted(str(path.relative_to(folder)) for path in before)
-    assert {path: path.read_bytes() for path in folder.rglob("*.png")} == before
-    # The baseline is tested with the same images.
-    path = configure_folder(folder, tmp_path / "vit", Start("vit_tiny_patch16_224"), None)
-    assert "for vit_tiny_patch16_224 and 32 x 32 pixels" in capsys.readouterr().out
-    lists = [(tmp_path / name / "val.txt").read_text() for name in ("run", "vit")]
-    assert lists[0] == lists[1]
-    cfg = load_config(path)
-    with torch.device("meta"):
-        backbone = MODELS.build(cfg.model.backbone)
-    assert isinstance(backbone.model, VisionTransformer)
-    assert backbone.model.patch_embed.patch_size == (4, 4)
 
 
 def test_the_same_command_resumes_a_run_whatever_it_started_from(data_root, exported, tmp_path):
@@ -154,8 +109,7 @@ def test_the_same_command_resumes_a_run_whatever_it_started_from(data_root, expo
 
 
 @pytest.mark.parametrize(
-    "key",
-    ["a': open({!r}, 'w'), 'b", "a': 1}})\nopen({!r}, 'w')\nx = dict({{'b", "it's {!r}"],
+    "key", ["a': open({!r}, 'w'), 'b", "a': 1}})\nopen({!r}, 'w')\nx = dict({{'b"]
 )
 def test_arguments_in_a_checkpoint_cannot_become_code(key, data_root, tmp_path):
     """A ViT without blocks builds no activation, so timm accepts any value for it."""
@@ -196,11 +150,8 @@ def test_fine_tuning_starts_from_weights_and_prepares_images_as_they_were(
 @pytest.mark.parametrize(
     ("size", "side", "recipe"),
     [
-        ((8, 9), 8, "digits_demo"),
         ((15, 40), 12, "digits_demo"),
-        ((3, 3), 8, "digits_demo"),
         ((28, 28), 32, "cifar10_tiny"),
-        ((60, 80), 64, "imagenette_tiny"),
         ((300, 400), 128, "imagenette_tiny"),
     ],
 )
@@ -216,44 +167,9 @@ def test_the_size_of_the_images_chooses_the_recipe(size, side, recipe, tmp_path,
     assert (cfg.train_dataloader.batch_size, cfg.default_hooks.logger.interval) == (8, 1)
 
 
-def test_the_recipe_of_the_digits_is_that_of_their_config(tmp_path):
-    folder = tmp_path / "digits"
-    for split, count in (("train", 144), ("val", 36)):
-        for label in range(10):
-            (folder / split / str(label)).mkdir(parents=True)
-            for index in range(count):
-                path = folder / split / str(label) / f"{index}.png"
-                Image.new("L", (8, 8), index).save(path)
-    cfg = load_config(configure_folder(folder, tmp_path / "run", Start(), None))
-    expected = load_config("digits_demo")
-    for key in ("model.head", "optim_wrapper", "param_scheduler", "train_cfg", "data_preprocessor"):
-        first, second = cfg, expected
-        for part in key.split("."):
-            first, second = first[part], second[part]
-        assert first == second, key
-    assert cfg.default_hooks.ema == expected.default_hooks.ema
-    assert cfg.model.backbone == expected.model.backbone
-    assert cfg.train_dataloader.batch_size == expected.train_dataloader.batch_size
-
-
-@pytest.mark.parametrize(
-    ("start", "said"),
-    [
-        (Start("vit_tiny_patch16_242"), "vit_tiny_patch16_242"),
-        (Start(freeze=True), "--checkpoint"),
-        (Start("resnet18"), "resnet18 cannot be built"),
-        (Start("swin_tiny_patch4_window7_224"), r"--model swin.* no linear classifier.* TokenFor"),
-    ],
-)
-def test_models_that_cannot_be_trained(start, said, data_root, tmp_path):
-    with pytest.raises(InputError, match=said):
-        configure_folder(data_root, tmp_path / "run", start, None)
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_config_is_short_and_names_change_nothing_in_it(tmp_path, generator, train):
+def test_the_config_is_short_and_names_change_nothing_in_it(tmp_path, generator):
     """mmengine replaces ``{{...}}`` in a config by values."""
-    names = ("cat", "{{HOME:x}}", *(f"class {index}" for index in range(30)))
+    names = ("cat", "{{HOME:x}}", "class 1")
     folder = write_images(tmp_path / "{{photos}}", (8, 8), dict.fromkeys(names, 2), generator)
     path = configure_folder(folder, tmp_path / "run", Start(), None)
     lines = [line for line in path.read_text().splitlines() if re.match(r"[a-z_]+ = ", line)]
@@ -264,47 +180,76 @@ def test_the_config_is_short_and_names_change_nothing_in_it(tmp_path, generator,
     assert dataset[0]["inputs"].shape == (3, 8, 8)
 
 
-@pytest.mark.parametrize("name", ["val", "valid", "validation"])
-def test_a_validation_set_may_lack_a_class(name, data_root, tmp_path, train):
-    folder = shutil.copytree(data_root, tmp_path / "photos")
-    shutil.rmtree(folder / "val" / "bright")
-    (folder / "val").rename(folder / name)
-    assert "accuracy/top1" in train(folder, tmp_path / "run")
-    lines = (tmp_path / "run" / "val.txt").read_text().splitlines()
-    assert {line.split("/")[1] + line[-2:] for line in lines} == {"dark 1", "split 2"}
-
-
-def test_folders_that_cannot_be_trained_on(data_root, tmp_path):
-    def refused(said, work_dir=tmp_path / "run"):
-        with pytest.raises(InputError, match=said):
-            configure_folder(folder, work_dir, Start(), None)
-        assert not (tmp_path / "run").exists()
-
-    folder = shutil.copytree(data_root, tmp_path / "photos")
-    for inside in (".", "train", "val"):
-        if inside != ".":
-            refused("is among the classes of", folder / inside / "work_dirs")
-    (tmp_path / "file").touch()
-    refused("cannot make the folder .*another --work-dir", tmp_path / "file" / "run")
-    (folder / "val" / "dork").mkdir()
-    shutil.copy(folder / "val/dark/0.png", folder / "val/dork")
-    refused("val has classes that .*train lacks: dork")
-    shutil.rmtree(folder / "val" / "dork")
-    (folder / "train" / "empty").mkdir()
-    refused("train has folders without images: remove empty")
-    (folder / "train" / "empty").rmdir()
-    for path in (folder / "train").rglob("*.png"):
-        path.write_bytes(b"no image")
-    refused(r"\.png: it is not a readable image")
-    (folder / "train").rename(folder / "Training")
-    refused("has the folders Training, val: name them train and val")
-    for name in ("Training", "val/bright", "val/dark"):
-        shutil.rmtree(folder / name)
-    (folder / "val").rename(folder / "train")
-    refused(r"has 1 class folders: make cat/1\.jpg")
-
-
 def test_options_of_a_folder_are_refused_for_a_config(config, command):
     done = command("train", config, "--model", "tokenformer_tiny")
     assert done.status == 2
     assert "need a folder" in done.err
+
+
+def test_a_part_of_each_class_is_held_out_and_nothing_is_moved(tmp_path, generator):
+    counts = {"cat": 10, "a dog": 7, "eel": 2}
+    folder = write_images(tmp_path / "photos", (20, 30), counts, generator)
+    before = {path: path.read_bytes() for path in folder.rglob("*.png")}
+    path = configure_folder(folder, tmp_path / "run", Start(), None)
+    lists = [(tmp_path / "run" / f"{split}.txt").read_text() for split in ("train", "val")]
+    listed = [line.rsplit(" ", 1) for text in lists for line in text.splitlines()]
+    for file, label in listed:
+        assert file.split("/")[0] == ["a dog", "cat", "eel"][int(label)]
+    assert sorted(file for file, _ in listed) == sorted(str(p.relative_to(folder)) for p in before)
+    assert {path: path.read_bytes() for path in folder.rglob("*.png")} == before
+    # The baseline is tested with the same images.
+    path = configure_folder(folder, tmp_path / "vit", Start("vit_tiny_patch16_224"), None)
+    assert (tmp_path / "vit" / "val.txt").read_text() == lists[1]
+    with torch.device("meta"):
+        backbone = MODELS.build(load_config(path).model.backbone)
+    assert isinstance(backbone.model, VisionTransformer)
+    assert backbone.model.patch_embed.patch_size == (4, 4)
+
+
+@pytest.mark.parametrize("name", ["val", "validation"])
+def test_a_validation_set_may_lack_a_class(name, data_root, tmp_path):
+    folder = shutil.copytree(data_root, tmp_path / "photos")
+    shutil.rmtree(folder / "val" / "bright")
+    (folder / "val").rename(folder / name)
+    configure_folder(folder, tmp_path / "run", Start(), None)
+    lines = (tmp_path / "run" / "val.txt").read_text().splitlines()
+    assert {line.split("/")[1] + line[-2:] for line in lines} == {"dark 1", "split 2"}
+
+
+def test_what_cannot_be_trained(data_root, tmp_path):
+    folder = shutil.copytree(data_root, tmp_path / "photos")
+
+    def refused(said, work_dir=tmp_path / "run", **start):
+        with pytest.raises(InputError, match=said):
+            configure_folder(folder, work_dir, Start(**start), None)
+        assert not (tmp_path / "run").exists()
+
+    refused("--checkpoint", freeze=True)
+    refused("no linear classifier", model="swin_tiny_patch4_window7_224")
+    refused("is among the classes of", folder / "val" / "work_dirs")
+    (folder / "val" / "dark").rename(folder / "val" / "dork")
+    refused("val has classes that .*train lacks: dork")
+    (folder / "val" / "dork").rename(folder / "val" / "dark")
+    (folder / "train" / "empty").mkdir()
+    refused("train has folders without images: remove empty")
+    (folder / "train" / "empty").rmdir()
+    (folder / "train").rename(folder / "Training")
+    refused("has the folders Training, val: name them train and val")
+
+
+def test_the_recipe_of_the_digits_is_that_of_their_config(tmp_path):
+    folder = tmp_path / "digits"
+    for split, count in (("train", 144), ("val", 36)):
+        for label in range(10):
+            (folder / split / str(label)).mkdir(parents=True)
+            for index in range(count):
+                path = folder / split / str(label) / f"{index}.png"
+                Image.new("L", (8, 8), index).save(path)
+    cfg = load_config(configure_folder(folder, tmp_path / "run", Start(), None))
+    expected = load_config("digits_demo")
+    for key in ("optim_wrapper", "param_scheduler", "train_cfg", "data_preprocessor"):
+        assert cfg[key] == expected[key], key
+    assert cfg.default_hooks.ema == expected.default_hooks.ema
+    for part in ("backbone", "head"):
+        assert cfg.model[part] == expected.model[part]
+    assert cfg.train_dataloader.batch_size == expected.train_dataloader.batch_size

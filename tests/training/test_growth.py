@@ -2,7 +2,6 @@
 
 import json
 import time
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -61,10 +60,8 @@ def test_a_run_grows_and_leaves_the_grown_model(growing, tmp_path):
     per_epoch = [after - before for before, after in zip([0, *flops], flops, strict=False)]
     assert per_epoch == sorted(set(per_epoch))
     assert record["flops"] == flops[-1] == train[18]["flops"]
-    assert [train[step]["parameters"] for step in (6, 18)] == [
-        19875,
-        record["growth"][-1]["parameters"],
-    ]
+    grown = record["growth"][-1]["parameters"]
+    assert [train[step]["parameters"] for step in (6, 18)] == [19875, grown]
 
 
 @pytest.mark.slow
@@ -72,12 +69,9 @@ def test_a_run_grows_and_leaves_the_grown_model(growing, tmp_path):
 def test_a_killed_run_goes_on_exactly(growing, tmp_path, kill_at, how):
     train = growing(**how)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    checkpoints = (
-        "--cfg-options",
-        "default_hooks.checkpoint.by_epoch=False",
-        "default_hooks.checkpoint.interval=3",
-        "optim_wrapper.accumulative_counts=4",  # gradients are pending when it grows
-    )
+    checkpoints = ("--cfg-options", "default_hooks.checkpoint.by_epoch=False")
+    checkpoints += ("default_hooks.checkpoint.interval=3",)
+    checkpoints += ("optim_wrapper.accumulative_counts=4",)  # gradients are pending at a growth
     train(whole, *checkpoints)
     process = train.start(killed, *checkpoints)
     deadline = time.monotonic() + 200
@@ -115,75 +109,11 @@ def test_several_processes_grow_alike(growing, tmp_path):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backbone", "hook"),
-    [
-        ({"theta": "softmax"}, {}),
-        ({"theta": "softmax"}, {"init": "random", "gate": "fixed", "open_iters": 4}),
-        ({"theta": "gelu_l1"}, {"init": "random", "moments": "reset", "freeze": "old"}),
-        ({"compile": True}, {}),
-        ({}, {"init": "released"}),
-        ({"nested": [0.5], "pattention_args": {"learn_tau": True}}, {}),
-        ({}, {"nested": True, "freeze": "old"}),
-    ],
-)
-def test_every_way_to_grow(growing, tmp_path, backbone, hook):
-    train = growing(more=f"model = dict(backbone={backbone!r})", **hook)
-    train(tmp_path / "run")
-    model = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True)
-    # The size at the start, and the sizes before two growths.
-    nested = len(backbone.get("nested", ()))
-    assert len(model.sizes) == (1 + nested + 2 if nested or hook.get("nested") else 1)
-    gate = model.blocks[0].mlp.gate
-    if hook.get("gate"):
-        assert (gate == 1).all()
-    elif backbone.get("theta") == "softmax":
-        assert (gate[96:] != 0).all()
-
-
 def starting(theta):
     """Return a runner that begins 18 iterations in 3 epochs."""
     model = timm.create_model("tokenformer_tiny", embed_dim=24, depth=2, num_heads=2, theta=theta)
     length = {"train_dataloader": range(6), "train_loop": None, "max_iters": 18}
     return SimpleNamespace(model=model, **length)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
-        ([], "needs"),
-        ([{"num_ffn_param_tokens": 120}], "needs"),
-        ([{"epoch": 1, "embed_dim": 120}], "unexpected keyword argument 'embed_dim'"),
-        ([{"epoch": e, "num_ffn_param_tokens": 120} for e in (2, 1)], r"iterations \[12, 6\]"),
-        ([{"epoch": 3, "num_ffn_param_tokens": 120}], r"iterations \[18\] of 18, which leaves 0"),
-        ([{"epoch": 1, "num_ffn_param_tokens": 90}], "has 96 pairs and cannot grow to 90"),
-        ([*SCHEDULE, {"iteration": 15, "num_ffn_param_tokens": 110}], "has 120 pairs .* to 110"),
-    ],
-)
-def test_growth_that_would_not_come_to_pass_is_said(schedule, message):
-    with pytest.raises((InputError, TypeError), match=message):
-        GrowthHook(schedule).before_train(starting("gelu_l2"))
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"gate": "fixed"}, "open_iters"),
-        ({"open_iters": 5}, "open_iters"),
-        ({"gate": "fixed", "open_iters": 7}, "6 iterations after one"),
-        ({"init": "zero_keys"}, "unknown init 'zero_keys'"),
-        ({"innit": "random"}, "unexpected keyword argument 'innit'"),
-        ({"init": "duplicate"}, "cannot grow to 30 by duplicate"),
-        ({"moments": "new"}, "keep or reset"),
-        ({"freeze": "new"}, "freeze must be 'old'"),
-        ({"freeze": "old"}, "a learned gate is one parameter"),
-    ],
-)
-def test_arguments_of_growth_are_checked_at_the_start(how, message):
-    with pytest.raises((InputError, TypeError), match=message):
-        GrowthHook(SCHEDULE, **how).before_train(starting("softmax"))
-    GrowthHook(SCHEDULE, gate="fixed", open_iters=6).before_train(starting("softmax"))
 
 
 def test_new_pairs_warm_up():
@@ -203,25 +133,51 @@ def test_new_pairs_warm_up():
     assert rates == [[1, 0.25], [1, 0.5], [1, 0.75], [1, 1], [1, 1]]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "how", "message"),
+    [
+        ([{"num_ffn_param_tokens": 120}], {}, "needs"),
+        ([{"epoch": 1, "embed_dim": 120}], {}, "unexpected keyword argument 'embed_dim'"),
+        (
+            [{"epoch": 3, "num_ffn_param_tokens": 120}],
+            {},
+            "of 18, which leaves 0",
+        ),
+        ([*SCHEDULE, {"iteration": 15, "num_ffn_param_tokens": 110}], {}, "has 120 pairs"),
+        (SCHEDULE, {"gate": "fixed"}, "open_iters"),
+        (SCHEDULE, {"gate": "fixed", "open_iters": 7}, "6 iterations after one"),
+        (SCHEDULE, {"moments": "new"}, "keep or reset"),
+        (SCHEDULE, {"freeze": "old"}, "a learned gate is one parameter"),
+    ],
+)
+def test_growth_that_would_not_come_to_pass_is_said(schedule, how, message):
+    runner = starting("softmax")
+    GrowthHook(SCHEDULE, gate="fixed", open_iters=6).before_train(runner)
+    with pytest.raises((InputError, TypeError), match=message):
+        GrowthHook(schedule, **how).before_train(runner)
+
+
 @pytest.mark.slow
-def test_models_that_grow_on_frozen_ones_contain_them(train, growing, tmp_path):
-    """Each run starts from the end of the one before, and grows before its first iteration."""
+def test_fixed_gates_open(growing, tmp_path):
+    train = growing(more="model = dict(backbone=dict(theta='softmax'))", gate="fixed", open_iters=4)
+    train(tmp_path / "gates")
+    model = timm.create_model(f"local-dir:{tmp_path / 'gates'}", pretrained=True)
+    assert (model.blocks[0].mlp.gate == 1).all()
+
+
+@pytest.mark.slow
+def test_a_model_that_grows_on_a_frozen_one_contains_it(train, growing, tmp_path):
+    """The run starts from the end of another, and grows before its first iteration."""
     train(tmp_path / "0")
     how = {"nested": True, "freeze": "old", "train_head": False}
-    old = {"num_ffn_param_tokens": 120, "nested": [{"qkv": 24, "proj": 24, "ffn": 96}]}
-    for stage, backbone in enumerate(({}, old)):
-        start = str(tmp_path / str(stage) / "model.safetensors")
-        more = f"model = {{'backbone': {backbone!r}}}\nload_from = {start!r}"
-        schedule = [{"iteration": 0, "num_ffn_param_tokens": 120 + 24 * stage}]
-        growing(schedule=schedule, more=more, **how)(tmp_path / str(stage + 1))
-    models = [
-        timm.create_model(f"local-dir:{tmp_path / str(stage)}", pretrained=True).eval()
-        for stage in range(3)
-    ]
+    more = f"load_from = {str(tmp_path / '0' / 'model.safetensors')!r}"
+    growing(schedule=[{"iteration": 0, "num_ffn_param_tokens": 120}], more=more, **how)(
+        tmp_path / "1"
+    )
+    small, large = (
+        timm.create_model(f"local-dir:{tmp_path / stage}", pretrained=True).eval() for stage in "01"
+    )
     images = torch.randn(4, 3, 8, 8)
-    assert [len(model.sizes) for model in models] == [1, 2, 3]
-    for before, after in pairwise(models):  # the new pairs learn something
-        assert not torch.equal(after(images), before(images))
-    for size, small in zip(models[2].sizes, models, strict=True):
-        models[2].set_size(size)
-        assert torch.equal(models[2](images), small(images))
+    assert not torch.equal(large(images), small(images))  # the new pairs learn something
+    large.set_size(large.sizes[0])
+    assert torch.equal(large(images), small(images))

@@ -1,80 +1,53 @@
 """The results of a run: the record, the curves, the export and its card."""
 
 import json
-import math
-import sys
 
+import numpy as np
 import pytest
 import timm
 import torch
-from mmengine.config import Config
+from mmpretrain import ImageClassificationInferencer
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 
 from tokenformer_vit.cli import export
 from tokenformer_vit.training import reports
-from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.reports import draw_curves, read_scalars
-from tokenformer_vit.training.runner import TrainingRunner
 
 CLASSES = ("bright", "dark", "split")  # the folders of conftest.py
 
 
-def write_log(path, *records):
-    path.parent.mkdir(parents=True)
-    path.write_text(
-        "\n".join(record if isinstance(record, str) else json.dumps(record) for record in records)
-    )
-    return path
-
-
 def test_logs_of_resumed_runs_are_merged(tmp_path):
-    first = write_log(
-        tmp_path / "1" / "scalars.json",
-        {"loss": 3.0, "lr": 0.1, "step": 1},
-        {"loss": 2.0, "lr": 0.1, "step": 2},
+    lines = [
+        {"loss": 3.0, "step": 1},
+        {"loss": 2.0, "step": 2},
         {"accuracy/top1": 10.0, "step": 1},
-        '{"loss": 1.',
-    )
-    second = write_log(
-        tmp_path / "2" / "scalars.json",
-        {"loss": 2.5, "lr": 0.1, "step": 2},
-        {"loss": 1.5, "lr": 0.0, "step": 3},
+        {"loss": 2.5, "step": 2},
+        {"loss": 1.5, "step": 3},
         {"accuracy/top1": 20.0, "step": 2},
-    )
-    with second.open("ab") as file:
-        file.write(b'\n{"loss": \xff')  # of a crash of the machine
+    ]
+    first, second = tmp_path / "1.json", tmp_path / "2.json"
+    first.write_text("\n".join(map(json.dumps, lines[:3])))
+    # A crash of the machine leaves half a line.
+    second.write_bytes("\n".join(map(json.dumps, lines[3:])).encode() + b'\n{"loss": \xff')
     train, val = read_scalars([first, second])
     assert [record["loss"] for record in train.values()] == [3.0, 2.5, 1.5]
     assert {step: record["accuracy/top1"] for step, record in val.items()} == {1: 10.0, 2: 20.0}
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """Return the title and the lines of the panels of a figure that would be written."""
-    figures = []
+def test_curves_of_a_classifier_are_over_epochs_and_mark_growth(monkeypatch, tmp_path):
+    figures, panels = [], {}
     monkeypatch.setattr(reports, "write_figure", lambda _, figure, **how: figures.append(figure))
-
-    def panels():
-        found = {}
-        for axes in figures[0].axes:
-            named = [line for line in axes.lines if not line.get_label().startswith("_")]
-            lines = {line.get_label(): line.get_xydata().tolist() for line in named}
-            found[axes.get_title()] = lines
-        return figures[0].get_suptitle(), found
-
-    return panels
-
-
-def test_curves_of_a_classifier_are_over_epochs_and_mark_growth(drawn, tmp_path):
     train = {step: {"loss": 4.0 - step, "lr": 0.1} for step in (1, 2, 3)}
-    val = {
-        1: {"accuracy/top1": 10.0, "accuracy/top5": 40.0, "cross_entropy": 2.5, "time": 3.0},
-        2: {"accuracy/top1": 20.0, "accuracy/top5": 50.0, "cross_entropy": 1.5, "time": 3.0},
-    }
+    first = {"accuracy/top1": 10.0, "accuracy/top5": 40.0, "cross_entropy": 2.5, "time": 3.0}
+    second = {"accuracy/top1": 20.0, "accuracy/top5": 50.0, "cross_entropy": 1.5, "time": 3.0}
+    val = {1: first, 2: second}
     draw_curves(train, val, tmp_path, growth=[2], iters_per_epoch=2, title="digits")
-    title, panels = drawn()
-    assert title == "digits: accuracy/top1 20.00, accuracy/top5 50.00"
+    for axes in figures[0].axes:
+        named = [line for line in axes.lines if not line.get_label().startswith("_")]
+        lines = {line.get_label(): line.get_xydata().tolist() for line in named}
+        panels[axes.get_title()] = lines
+    assert figures[0].get_suptitle() == "digits: accuracy/top1 20.00, accuracy/top5 50.00"
     assert panels["loss"] == {
         "training": [[0.5, 3.0], [1.0, 2.0], [1.5, 1.0]],
         "validation": [[1.0, 2.5], [2.0, 1.5]],
@@ -82,21 +55,6 @@ def test_curves_of_a_classifier_are_over_epochs_and_mark_growth(drawn, tmp_path)
     }
     accuracies = {"accuracy/top1": [[1, 10], [2, 20]], "accuracy/top5": [[1, 40], [2, 50]]}
     assert panels["validation"] == accuracies
-
-
-@pytest.mark.parametrize(
-    ("figures", "held_out"),
-    [
-        ({"perplexity": math.exp(2), "perplexity/en": 5.0}, {"validation": [[2.0, 2.0]]}),
-        ({"reconstruction/error": 0.75}, {}),
-    ],
-)
-def test_curves_of_texts_and_of_a_pre_training(drawn, tmp_path, figures, held_out):
-    train = {step: {"loss": 4.0 - step, "lr": 0.1} for step in (1, 2)}
-    draw_curves(train, {2: figures}, tmp_path, iters_per_epoch=None)
-    _, panels = drawn()
-    assert panels["loss"] == {"training": [[1.0, 3.0], [2.0, 2.0]], **held_out}
-    assert panels["validation"] == {name: [[2, value]] for name, value in figures.items()}
 
 
 def test_training_ends_with_a_record(trained):
@@ -129,20 +87,7 @@ def test_the_export_of_a_checkpoint_knows_data_and_recipe_but_no_results(trained
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "- Training images: 48" in card
     assert "- Epochs: 1\n  - Iterations: 6\n" in card
-    assert "Validation:" not in card
     assert "accuracy" not in card
-
-
-@pytest.mark.slow
-def test_a_config_without_a_file_trains_and_exports(config, data_root, tmp_path):
-    """A notebook may make its config by hand."""
-    options = {"train_cfg.max_epochs": 2, "train_dataloader.num_workers": 0}
-    cfg = load_config(config, options, str(data_root), work_dir=str(tmp_path))
-    TrainingRunner.from_cfg(Config(cfg.to_dict())).train()
-    card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert "- Training images: 48" in card
-    assert "Config:" not in card
-    assert (tmp_path / "curves.png").is_file()
 
 
 def test_the_validation_loss_is_the_cross_entropy_of_the_exported_model(trained, data_root):
@@ -161,62 +106,6 @@ def test_the_validation_loss_is_the_cross_entropy_of_the_exported_model(trained,
     assert val[1]["cross_entropy"] != pytest.approx(expected, rel=1e-2)
 
 
-@pytest.mark.parametrize("cuda", [True, False])
-def test_the_peak_on_a_gpu_is_that_of_all_lines_of_the_log(monkeypatch, cuda):
-    """mmengine's logger starts a new peak at each line."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 << 20)
-    monkeypatch.setitem(sys.modules, "resource", None)  # as under Windows
-    expected = [5, 9] if cuda else [None, None]
-    assert [reports._peak_mib(logged) for logged in (0, 9)] == expected
-
-
-VIT = """
-model = dict(
-    backbone=dict(
-        _delete_=True, type="VisionTransformer", img_size=8, patch_size=4, out_type="cls_token",
-        arch=dict(embed_dims=24, num_layers=1, num_heads=2, feedforward_channels=48),
-    )
-)
-"""
-ARC = """
-model = dict(
-    head=dict(type="ArcFaceClsHead", num_classes=3, in_channels=24, _delete_=True), train_cfg=None
-)
-train_dataloader = dict(dataset=dict(pipeline=[dict(type="LoadImage"), dict(type="PackInputs")]))
-"""
-PADDED = """
-_pipeline = [dict(type="LoadImage"), dict(type="Pad", size=(8, 8)), dict(type="PackInputs")]
-test_dataloader = dict(dataset=dict(pipeline=_pipeline))
-"""
-BGR = PADDED.replace("LoadImage", "LoadImageFromFile")
-UNWANTED = "default_hooks = dict(results=dict(export=False))"
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        *((VIT, "VisionTransformer"), (ARC, "ArcFaceClsHead"), (BGR, "BGR")),
-        *((PADDED, "(Pad): use EvalTransform"), (UNWANTED, "export=False")),
-    ],
-    ids=["backbone", "head", "channels", "pipeline", "unwanted"],
-)
-def test_a_run_without_an_export_says_so_and_ends_with_a_record(
-    train, config, tmp_path, text, reason
-):
-    path, run = tmp_path / "own.py", tmp_path / "run"
-    path.write_text(f"_base_ = {str(config)!r}\n{text}")
-    output = train.of(path)(run, "--cfg-options", "train_cfg.max_epochs=2")
-    assert output.count("This run exports no model") == 1
-    record = json.loads((run / "record.json").read_text())
-    assert reason in record["not_exported"]
-    assert record["epochs"] == 2
-    assert (run / "curves.png").is_file()
-    assert not (run / "model.safetensors").exists()
-    described = "timm_config" in torch.load(run / "epoch_2.pth", weights_only=True)
-    assert described is (text == UNWANTED)
-
-
 def test_a_model_logs_to_the_backends_of_its_config(trained):
     """TensorBoard stands for W&B and MLflow, which are backends of the same visualizer."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -227,3 +116,25 @@ def test_a_model_logs_to_the_backends_of_its_config(trained):
     for name, lines in zip(("loss", "accuracy/top1"), scalars, strict=True):
         logged = {event.step: event.value for event in events.Scalars(name)}
         assert logged == pytest.approx({step: line[name] for step, line in lines.items()})
+
+
+def test_inferencer_agrees_with_the_export(config, trained, data_root, tmp_path):
+    inferencer = ImageClassificationInferencer(
+        model=str(config),
+        pretrained=str(trained.work_dir / "epoch_2.pth"),
+        device="cpu",
+    )
+    assert tuple(inferencer.classes) == CLASSES  # the checkpoint's: the config names none
+    large = np.random.default_rng(3).integers(0, 256, (31, 40, 3), dtype=np.uint8)
+    Image.fromarray(large).save(tmp_path / "large.png")
+    files = [data_root / "val" / name / "0.png" for name in CLASSES] + [tmp_path / "large.png"]
+    results = inferencer([str(file) for file in files], batch_size=3)
+
+    model = timm.create_model(f"local-dir:{trained.work_dir}", pretrained=True).eval()
+    transform = create_transform(**resolve_model_data_config(model))
+    for file, result in zip(files, results, strict=True):
+        with torch.no_grad():
+            expected = model(transform(Image.open(file))[None]).softmax(-1)[0]
+        np.testing.assert_allclose(result["pred_scores"], expected, rtol=1e-4, atol=1e-6)
+        assert result["pred_class"] == CLASSES[expected.argmax()]
+    assert len({result["pred_class"] for result in results}) > 1

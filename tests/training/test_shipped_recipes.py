@@ -1,14 +1,15 @@
-"""Recipes of ImageNet as they are shipped, for a small model and small images of CIFAR-10.
+"""Recipes of ImageNet as they are shipped, for a small model and small images of CIFAR-10."""
 
-tests/training/test_deit3.py does the same for DeiT III and ViT-5.
-"""
-
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import timm
 import torch
 from mmengine.config import Config
+from mmengine.registry import DefaultScope
+from mmpretrain.registry import MODELS
 from safetensors.torch import load_file
 
 from tokenformer_vit.mmpretrain_names import timm_state_dict
@@ -45,16 +46,11 @@ def shrink(cfg: Config) -> None:
             step.update({key: value for key, value in small.items() if key in step})
         loader.update(batch_size=32, num_workers=0, persistent_workers=False)
         part = TRAIN if name == "train" else VAL
-        loader.dataset = {
-            "type": "HuggingFaceImages",
-            "data_root": "",
-            "pipeline": pipeline,
-            **part,
-        }
+        data = {"type": "HuggingFaceImages", "data_root": "", **part}
+        loader.dataset = {**data, "pipeline": pipeline}
     cfg.train_cfg.update(max_epochs=2, val_interval=1)
     warm_up, cosine = cfg.param_scheduler
     warm_up.end = cosine.begin = 1
-    cfg.default_hooks.logger.interval = 1
     cfg.default_hooks.checkpoint.update(interval=1, max_keep_ckpts=-1)
 
 
@@ -88,14 +84,43 @@ def check_resumed_exactly(run, name, **changes):
     return whole
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [("deit3_small", "deit3_base_224"), ("vit5_base", "vit5_base_224")]
+)
+def test_both_stages_of_deit3(first, second, run):
+    whole = check_resumed_exactly(run, first)
+    trained = torch.load(whole / "epoch_2.pth", weights_only=True)["state_dict"]
+    weights = load_file(whole / "model.safetensors")  # not the average, and of every block
+    for name, tensor in timm_state_dict(trained).items():
+        assert torch.equal(weights[name], tensor), name
+    start = str(whole / "model.safetensors")
+    changes = {"model.backbone.checkpoint_path": start, "model.head.init_cfg.checkpoint": start}
+    backbone = load_config(CONFIGS / f"{first}.py").model.backbone
+    changes["model.backbone.model_name"] = backbone.model_name
+    cfg = load_config(CONFIGS / f"{second}.py", changes)
+    shrink(cfg)
+    cfg.model.backbone.img_size = 48
+    with DefaultScope.overwrite_default_scope("mmpretrain"):
+        model = MODELS.build({**cfg.model, "data_preprocessor": cfg.data_preprocessor})
+    model.init_weights()
+    assert torch.equal(model.head.fc.weight, weights["head.weight"])
+    assert model.backbone.model.pos_embed.shape == (1, 36, 24)
+    block, name = model.backbone.model.blocks[1], "blocks.1.mlp.key_param_tokens"
+    assert torch.equal(block.mlp.key_param_tokens, weights[name])
+    run(second, **changes)
+
+
 def test_distillation_by_a_token(run, tmp_path):
     teacher = timm.create_model("test_vit", num_classes=10, img_size=32)
     save_model(teacher, tmp_path / "teacher")
     changes = {"model.distillation.teacher": str(tmp_path / "teacher")}
     whole = check_resumed_exactly(run, "distill_imagenet_small", **changes)
     trained = torch.load(whole / "epoch_2.pth", weights_only=True)["state_dict"]
-    exported = timm.create_model(f"local-dir:{whole}", pretrained=True)
-    weights = exported.state_dict()
+    assert not any("teacher" in key for key in trained)  # which a resume loads by its path
+    record = json.loads((whole / "record.json").read_text())
+    assert record["teacher"] == str(tmp_path / "teacher")
+    shutil.rmtree(tmp_path / "teacher")  # the exported model does not need it
+    weights = timm.create_model(f"local-dir:{whole}", pretrained=True).state_dict()
     assert {"dist_token", "head_dist.weight"} <= weights.keys()
     for key, tensor in timm_state_dict(trained).items():
         assert torch.equal(weights[key], tensor), key
@@ -104,6 +129,13 @@ def test_distillation_by_a_token(run, tmp_path):
 def test_pre_training_then_fine_tuning_and_a_linear_probe(run):
     whole = check_resumed_exactly(run, "mae_base_pretrain")
     weights = load_file(whole / "model.safetensors")
+    trained = torch.load(whole / "epoch_2.pth", weights_only=True)["state_dict"]
+    for key, tensor in weights.items():
+        assert torch.equal(trained[f"backbone.model.{key}"], tensor), key
+    assert json.loads((whole / "record.json").read_text())["reconstruction/error"] > 0
+    card = (whole / "README.md").read_text()
+    assert "Reconstruction loss" in card
+    assert "image-feature-extraction" in card
     start = {"model.backbone.checkpoint_path": str(whole / "model.safetensors")}
     name = "blocks.0.attn.query.key_param_tokens"
     for config, kept in (("mae_base_finetune", False), ("mae_base_linear", True)):
