@@ -27,6 +27,7 @@ def check_arithmetic(record, unit="image"):
         items, rows = group["items"], {row["variant"]: row for row in group["variants"]}
         against = "baseline eager" if group["mode"] == "decode" else "baseline compiled"
         for row in rows.values():
+            assert ("ratio_p50" in row) == (against in rows)
             figures = {"seconds": row["seconds"]}
             if against in rows:
                 figures["ratio"] = np.divide(rows[against]["seconds"], row["seconds"])

@@ -66,9 +66,10 @@ def test_probabilities_leave_a_part_of_the_batches_as_they_are():
 @pytest.mark.parametrize("options", [{}, {"to_rgb": True}, {"pad_size_divisor": 8}])
 def test_images_are_normalised_as_by_mmpretrain(options):
     options = {"mean": [3.0, 50.0, 99.0], "std": [57.0, 58.0, 59.0], "num_classes": 5, **options}
-    images, labels = torch.randint(256, (4, 3, 7, 9)).byte(), torch.randint(CLASSES, (4,))
+    images, labels = torch.randint(256, (4, 3, 7, 9)).byte(), torch.arange(4)
     got = LabelPreprocessor(**options)({"inputs": images.clone(), "data_samples": labels})
-    assert torch.equal(got["inputs"], ClsDataPreprocessor(**options)({"inputs": images})["inputs"])
+    expected = ClsDataPreprocessor(**options)({"inputs": images})
+    assert torch.equal(got["inputs"], expected["inputs"])
 
 
 def test_every_class_of_a_mixed_image_is_a_target_of_binary_cross_entropy():
