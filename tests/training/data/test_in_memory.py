@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 import torch
 from mmengine.registry import DefaultScope
-from mmengine.runner import Runner
 from mmpretrain.datasets import CustomDataset
 from mmpretrain.registry import TRANSFORMS
 from PIL import Image
 from torch import nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.data.images import ImagesInMemory, _divide
 
 CROP = {"type": "v2/RandomCrop", "size": 8, "padding": 2}
@@ -79,14 +77,6 @@ def test_a_share_of_the_images_has_as_many_of_each_class(data_root, seed):
         assert np.bincount(dataset.get_gt_labels()).tolist() == [max(1, round(16 * share))] * 3
         chosen[share] = {dataset.get_data_info(index)["img_path"] for index in range(len(dataset))}
     assert chosen[0.01] < chosen[0.25] < chosen[0.5]
-
-
-def test_a_config_only_names_the_data_set(data_root, config):
-    cfg = load_config(config, {"train_dataloader.dataset.type": "ImagesInMemory"}, str(data_root))
-    loader = Runner.build_dataloader(cfg.train_dataloader, seed=0)
-    batches = list(loader)
-    assert [batch["inputs"].shape for batch in batches] == [(8, 3, 8, 8)] * 6
-    assert batches[0]["data_samples"].dtype == torch.int64
 
 
 def test_other_transforms_are_refused(data_root):
