@@ -118,9 +118,9 @@ def test_a_config_of_mmpretrain_gets_our_hooks_loop_and_sampler(tmp_path):
     )
     cfg = load_config(path, {"randomness.seed": 3})
     check_config(cfg)
-    runtime = Config.fromfile(CONFIGS / "_base_" / "runtime.py")
-    assert cfg.default_hooks.keys() == runtime.default_hooks.keys()
-    assert cfg.default_hooks.checkpoint.type == runtime.default_hooks.checkpoint.type
+    ours = Config.fromfile(CONFIGS / "_base_" / "runtime.py").default_hooks
+    assert cfg.default_hooks.keys() == ours.keys()
+    assert cfg.default_hooks.checkpoint.type == ours.checkpoint.type
     assert (cfg.default_hooks.checkpoint.interval, cfg.default_hooks.progress) == (2, None)
     assert cfg.train_cfg == {"type": "ResumableEpochLoop", "max_epochs": 3}
     assert cfg.train_dataloader.sampler == {"type": "ResumableSampler", "shuffle": True}
@@ -273,10 +273,6 @@ def test_a_model_for_several_labels_an_image_trains(train, config, data_root, tm
     record = json.loads((run / "record.json").read_text())
     assert "multi-label/mAP" in record
     assert "export=False" in record["not_exported"]
-    done = command("test", str(own), str(run / "epoch_1.pth"), "--out", str(tmp_path / "tested"))
-    assert done.status == 0, done.output
-    measured = json.loads((tmp_path / "tested" / "metrics.json").read_text())["metrics"]
-    assert measured.keys() == {"multi-label/mAP"}
 
 
 def test_an_image_of_another_size_is_named():
