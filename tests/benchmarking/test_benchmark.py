@@ -162,7 +162,7 @@ def test_what_is_timed_is_the_language_model(name, language):
         elif mode == "prefill":
             expected = logits[:, -1:]
         else:
-            row = tokens[:, :7]  # half of the sequence, and the token that follows
+            row, expected = tokens[:, :7], logits  # half of the sequence, and the next token
             for _ in range(language.decoded):
                 expected = run.model(row, use_cache=False).logits[:, -1:]
                 row = torch.cat((row, expected.argmax(dim=-1)), dim=1)
