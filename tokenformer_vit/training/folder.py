@@ -1,6 +1,7 @@
 """A first config for a folder of images: its classes, image size, model and recipe."""
 
 import json
+import pprint
 import random
 import statistics
 from collections import Counter
@@ -61,9 +62,14 @@ def configure_folder(
         lines = [f"{file} {label}" for label, name in labels for file in listed.get(name, ())]
         _write_lines(work_dir / f"{split}.txt", lines)
     _write_lines(work_dir / "classes.txt", list(train))
-    code = Config(values).pretty_text.replace("{{", "{\\x7b")  # mmengine would replace {{...}}
+    # As literals, in which a checkpoint's arguments run no code; mmengine would replace {{...}}.
+    code = [
+        f"{key} = {pprint.pformat(value, width=97 - len(key), compact=True, sort_dicts=False)}"
+        for key, value in Config(values).to_dict().items()
+    ]
     base = f'_base_ = "tokenformer_vit::{recipe}.py"'
-    _write_lines(path, [title, base, code, "test_dataloader = val_dataloader"])
+    code = [line.replace("{{", "{\\x7b") for line in code]
+    _write_lines(path, [title, base, *code, "test_dataloader = val_dataloader"])
     if say:
         name, size = model["backbone"]["model_name"], images["input_size"][-1]
         print(f"{path}: the recipe of {recipe} for {name} and {size} x {size} pixels")
