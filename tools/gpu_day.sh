@@ -22,7 +22,7 @@ export PYTHONPATH=$kit/site:$PWD TOKENFORMER_VIT_COMMIT=$commit
 step() { # NAME MINUTES COMMAND...: its output is in OUT/NAME.log
     [[ $only == "  " || $only == *" $1 "* ]] || return 0
     timeout "${2}m" python3 "${@:3}" >"$out/$1.log" 2>&1 || echo "$1 failed, or took too long ($?)"
-    [[ ! -e $kit/work/$1/record.json ]] || cp "$kit/work/$1/record.json" "$out/$1.json"
+    [[ ! -e $kit/runs/$1/record.json ]] || cp "$kit/runs/$1/record.json" "$out/$1.json"
 }
 bench() { step "$1" "$2" -m tokenformer_vit benchmark --out "$out/$1.json" --precisions autocast "${@:3}"; }
 step tests 4 -m pytest -q -m gpu tests
@@ -32,9 +32,9 @@ bench infer_base 2 --model tokenformer_base --modes infer
 bench profile 1 --profile --backends auto
 bench language 3 --lm 150m --num-tokens 1024
 step imagenet 4 -m tokenformer_vit train configs/imagenet_base_matched.py --data-root "$kit/imagenet" --amp \
-    --compile --work-dir "$kit/work/imagenet" --cfg-options train_dataloader.dataset.split=val \
+    --compile --work-dir "$kit/runs/imagenet" --cfg-options train_dataloader.dataset.split=val \
     train_cfg.val_interval=300 default_hooks.checkpoint.interval=300
 step data 2 -m tokenformer_vit prepare-data "$kit/cifar10" "$kit/images"
 step theta 9 ablations/softmax.py --config configs/cifar10_micro_50k.py --data-root "$kit/images" --amp --jobs 4 \
-    --seeds 2 --variants gelu_l2 vit --batch-size 512 --work-dir "$kit/work/theta" --out "$out/theta"
-step from_vit 3 ablations/from_vit.py --data "$kit/cifar10" --seeds 0 --work-dir "$kit/work/from_vit" --csv "$out/from_vit.csv"
+    --seeds 2 --variants gelu_l2 vit --batch-size 512 --work-dir "$kit/runs/theta" --out "$out/theta"
+step from_vit 3 ablations/from_vit.py --data "$kit/cifar10" --seeds 0 --work-dir "$kit/runs/from_vit" --csv "$out/from_vit.csv"
