@@ -6,9 +6,12 @@ import timm
 import torch
 import torch.nn.functional as F
 from timm.models import get_model_args, save_for_hf
+from timm.models.vision_transformer import VisionTransformer
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import BlockLayerNorm, Pattention
+from tokenformer_vit.models import from_vit
+from tokenformer_vit.models.vit import ConvStem
 from tokenformer_vit.ops import THETAS
 
 
@@ -45,6 +48,8 @@ def test_arguments_reach_every_layer_and_are_recorded(small, theta, norm):
         ({"num_heds": 3}, TypeError, "num_heds"),
         ({"qkv_bias": True}, TypeError, "no linear layers .*leave out 'qkv_bias'"),
         ({"rope_temperature": 0.0}, InputError, r"must be positive, but got 0\.0"),
+        ({"stem": "conv", "patch_size": 12}, InputError, "patch_size of 2, 4, 8, .*, not 12 × 12"),
+        ({"stem": "convs"}, InputError, "patch or conv, but got 'convs'"),
         ({"global_pool": "map"}, TypeError, "attention pools .* another global_pool"),
         ({"theta": "relu"}, InputError, "softmax.*'relu'"),
         ({"norm": "weight"}, InputError, "none, bias, .*'weight'"),
@@ -65,6 +70,21 @@ def test_a_uniform_drop_path_is_recorded_and_rebuilt(small, tmp_path):
     for each in (model, again):
         rates = [(block.drop_path1.drop_prob, block.drop_path2.drop_prob) for block in each.blocks]
         assert rates == [(0.3, 0.3)] * 3
+
+
+def test_a_stem_of_convolutions_is_rebuilt_and_converted(tmp_path):
+    shape: Any = {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 4, "num_heads": 4}
+    shape |= {"num_classes": 10, "class_token": False, "global_pool": "avg"}
+    pairs = {"num_qkv_param_tokens": 64, "num_proj_param_tokens": 64, "num_ffn_param_tokens": 256}
+    model: Any = timm.create_model("tokenformer_vit", stem="conv", **shape, **pairs).eval()
+    vit = VisionTransformer(**shape, mlp_ratio=2, embed_layer=ConvStem).eval()
+    assert [sum(p.numel() for p in each.parameters()) for each in (model, vit)] == [590618, 596250]
+    images = torch.randn(3, 3, 32, 32)
+    for number, each in enumerate((model, from_vit(vit))):
+        save_for_hf(each, tmp_path / str(number))
+        again = timm.create_model(f"local-dir:{tmp_path / str(number)}", pretrained=True).eval()
+        assert torch.equal(again(images), each(images))
+    torch.testing.assert_close(from_vit(vit)(images), vit(images), atol=2e-5, rtol=2e-5)
 
 
 def test_rotary_positions_follow_the_image_size(small, parts):

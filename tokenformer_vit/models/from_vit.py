@@ -22,7 +22,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.ops.theta import theta_weights
 
-from .vit import TokenFormerViT
+from .vit import ConvStem, TokenFormerViT
 
 Affine = tuple[Tensor, Tensor]  # weight (C_out, C_in) and bias (C_out,); (C,) and (C,) of a norm
 # GELUs of a channel near 1 times these factors add up to a constant, if it is at most 1/2 from 1.
@@ -33,6 +33,7 @@ _INNER = Block, layers.Attention, layers.Mlp, layers.LayerScale, nn.GELU, layers
 _NORM = r"norm|norm_pre|fc_norm|blocks.*\.(norm1|norm2|q_norm|k_norm)"
 _PARTS = {
     **dict.fromkeys((*_OUTER, *_INNER, layers.GELUTanh, nn.Dropout), ".*"),
+    **dict.fromkeys((ConvStem, nn.ReLU, nn.MaxPool2d), r"patch_embed.*"),
     **dict.fromkeys((layers.PatchDropout, layers.DropPath), ".*"),  # idle in evaluation
     nn.Identity: r".*(drop|norm|head|ls|path)\w*",
     nn.Linear: r"head|head_dist|blocks.*\.(qkv|proj|fc1|fc2)",
@@ -106,6 +107,7 @@ def _arguments(vit: Any) -> dict[str, Any]:
         **{n: getattr(vit, n) for n in (*_SAME, "dynamic_img_size", "pool_include_prefix")},
         **{name: getattr(embed, name) for name in ("img_size", "patch_size", "dynamic_img_pad")},
         **{name: [count[name] for count in counts] for name in counts[0]},
+        "stem": "conv" if isinstance(embed, ConvStem) else "patch",
         "theta": "gelu_tanh" if "tanh" in repr(block.mlp.act).lower() else "gelu",
         **{"norm": "bias", "norm_eps": block.norm1.eps, "num_heads": block.attn.num_heads},
         **{"depth": len(counts), "qk_norm": not isinstance(block.attn.q_norm, nn.Identity)},

@@ -4,11 +4,12 @@ import copy
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from timm.layers import LayerNorm, RmsNorm, RotaryEmbeddingCat
+from timm.layers import LayerNorm, PatchEmbed, RmsNorm, RotaryEmbeddingCat
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoint_filter_fn
@@ -23,6 +24,31 @@ from tokenformer_vit.ops import check_backend
 
 from . import checkpoints
 from .sizes import Size, nest_layers, nested_sizes, set_size
+
+
+class ConvStem(PatchEmbed):
+    """Patch embedding by 3 × 3 convolutions, each with ReLU and max-pooling of stride 2.
+
+    ``patch_size`` is the stride of all together: a power of two. All but the last convolution have
+    3/8 of ``embed_dim`` channels. Source: CCT, arXiv:2104.05704, Section 3.3.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        height, width = map(int, self.patch_size)
+        steps = height.bit_length() - 1
+        if steps < 1 or not height == width == 2**steps:
+            raise InputError(
+                f"stem='conv' needs a patch_size of 2, 4, 8, ..., not {height} × {width}"
+            )
+        patches = cast(nn.Conv2d, self.proj)
+        place: Any = {"device": patches.weight.device, "dtype": patches.weight.dtype}
+        inner = [patches.out_channels * 3 // 8] * (steps - 1)
+        layers: list[nn.Module] = []
+        for width, wider in pairwise([patches.in_channels, *inner, patches.out_channels]):
+            conv = nn.Conv2d(width, wider, 3, padding=1, bias=False, **place)
+            layers += [conv, nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)]
+        self.proj: Any = nn.Sequential(*layers)
 
 
 class TokenFormerViT(VisionTransformer):
@@ -45,6 +71,7 @@ class TokenFormerViT(VisionTransformer):
         use_rot_pos_emb: Also rotate queries and keys of patches by row and column. With
             ``dynamic_img_size``, TorchScript cannot compile the model; ``torch.export`` can.
         rope_temperature: Base of the rotary frequencies.
+        stem: ``patch``: one projection of each patch; or ``conv``: :class:`ConvStem`.
         drop_path_uniform: Give all blocks ``drop_path_rate``; by default it rises from 0.
         embed_dim, depth, num_heads, **kwargs: Arguments of timm's ``VisionTransformer``, except
             those of linear layers (``qkv_bias``, ``mlp_layer``, ...).
@@ -76,6 +103,7 @@ class TokenFormerViT(VisionTransformer):
         embed_dim: int = 768,
         depth: int = 12,
         num_heads: int = 12,
+        stem: str = "patch",
         drop_path_uniform: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -85,6 +113,10 @@ class TokenFormerViT(VisionTransformer):
             raise TypeError("attention pools have linear layers: choose another global_pool")
         if rope_temperature <= 0:  # else every output is NaN
             raise InputError(f"rope_temperature must be positive, but got {rope_temperature!r}")
+        if stem not in ("patch", "conv"):
+            raise InputError(f"stem must be patch or conv, but got {stem!r}")
+        if stem == "conv":
+            kwargs["embed_layer"] = ConvStem
         given = (num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
         counts = counts_by_block(depth, **dict(zip(COUNTS.values(), given, strict=True)))
         shared = model_pattention_args(pattention_args, embed_dim, max(depth, 1))
