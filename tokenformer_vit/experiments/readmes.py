@@ -200,39 +200,34 @@ def _speed_headings(theirs: str, short: str, things: str, unit: str) -> str:
 
 
 def _speed_rows(link: str, record: dict[str, Any], unit: str) -> list[list[str]]:
-    """Render the groups of a benchmark that have all variants of a row."""
+    """Render the groups of a benchmark that have all variants of a row and equal libraries."""
     rows = []
     for group in record["groups"]:
         variants = {row["variant"]: row for row in group["variants"]}
         how = "eager" if group["mode"] == "decode" else "compiled"  # decoding is not compiled
         ours = [f"{name} {how}" for name in _OURS if f"{name} {how}" in variants]
         names = [*ours[:1], f"baseline {how}", "released eager"]
-        if ours and variants.keys() >= set(names):
+        if ours and variants.keys() >= set(names) and _equal_libraries(record, group, ours[0]):
             name = f"{link}, {group['mode']}, {group['dtype']}, batch {group['batch_size']}"
-            libraries = _other_libraries(record, group, ours[0])
-            speed = _speed([variants[name] for name in names], unit, fair=not libraries)
-            rows.append([f"{name}; {libraries}" if libraries else name, *speed])
+            rows.append([name, *_speed([variants[name] for name in names], unit)])
     return rows
 
 
-def _other_libraries(record: dict[str, Any], group: dict[str, Any], ours: str) -> str:
-    """Say what each model multiplied with, if ours had a faster library than the baseline.
+def _equal_libraries(record: dict[str, Any], group: dict[str, Any], ours: str) -> bool:
+    """Tell whether our products and attention used the library of the baseline.
 
     The records with ``fused`` are of an AMD processor. There, oneDNN is the faster library in
     float32, and ours alone used it; in bfloat16 both did. Attention of images, which are at most
     200 tokens, had faster gradients in ours.
     """
     if record["device"] == "cuda" or not ours.startswith("fused"):
-        return ""
+        return True
     if group["precision"] == "float32":
-        same = record.get("products") == "MKL"
-        return "" if same else "ours by oneDNN, the baseline by MKL"
-    if group["mode"] == "train" and "img_size" in record:
-        return "our gradients of attention in float32"
-    return ""
+        return record.get("products") == "MKL"
+    return group["mode"] != "train" or "img_size" not in record
 
 
-def _speed(variants: Sequence[dict[str, Any]], unit: str, fair: bool) -> list[str]:
+def _speed(variants: Sequence[dict[str, Any]], unit: str) -> list[str]:
     """Compare our variant, the baseline and the released formula, in images or tokens."""
     ours, theirs, released = variants
     if failed := [row["variant"] for row in variants if "failed" in row]:
@@ -246,11 +241,9 @@ def _speed(variants: Sequence[dict[str, Any]], unit: str, fair: bool) -> list[st
     if ours["peak_mib"] is not None:
         peak = f"{ours['peak_mib'] / theirs['peak_mib']:.2f}"
     speeds = [row[f"{unit}s_per_s"] for row in (theirs, ours)]
-    ratio = ours["ratio_p50"]
     return [
         *(f"{speed:.3g}" if speed < 1000 else f"{speed:,.0f}" for speed in speeds),
-        (f"**{ratio:.2f}**" if fair else f"{ratio:.2f}")
-        + f" ({ours['ratio_p20']:.2f}–{ours['ratio_p80']:.2f})",
+        f"{ours['ratio_p50']:.2f} ({ours['ratio_p20']:.2f}–{ours['ratio_p80']:.2f})",
         f"{median(other / own for other, own in seconds):.2f}",
         kept,
         peak,
