@@ -3,15 +3,18 @@
 import copy
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from mmengine.registry import DefaultScope
 from PIL import Image
 from torch.distributed import destroy_process_group, init_process_group
+
+from tokenformer_vit.training.reports import read_scalars
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = ("bright", "dark", "split")
@@ -30,7 +33,7 @@ train_pipeline = [
     dict(type="v2/RandomHorizontalFlip", p=0.5),
     dict(type="PackLabels"),
 ]
-train_dataloader = dict(batch_size=8, dataset=dict(pipeline=train_pipeline))
+train_dataloader = dict(batch_size=8, num_workers=0, dataset=dict(pipeline=train_pipeline))
 val_dataloader = dict(batch_size=8)
 test_dataloader = dict(batch_size=8)
 val_evaluator = dict(topk=(1,))
@@ -70,6 +73,45 @@ def config(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("configs") / "small.py"
     path.write_text(CONFIG)
     return path
+
+
+@pytest.fixture
+def own(config, tmp_path) -> Callable[[str], Path]:
+    """Write a config that changes parts of the small one."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "own.py"
+        path.write_text(f"_base_ = {str(config)!r}\n{text}\n")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def scope() -> Iterator[None]:
+    """Build parts by mmpretrain's names."""
+    with DefaultScope.overwrite_default_scope("mmpretrain"):
+        yield
+
+
+def scalars(work_dir: Path) -> tuple[dict, dict]:
+    """Read what a run logged in training, by iteration, and in validation."""
+    return read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
+
+
+def losses(work_dir: Path) -> dict[int, float]:
+    return {step: record["loss"] for step, record in scalars(work_dir)[0].items()}
+
+
+def last_checkpoint(work_dir: Path) -> dict[str, Any]:
+    return torch.load((work_dir / "last_checkpoint").read_text(), weights_only=True)
+
+
+def same_weights(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Check that two checkpoints have the same model and average, to the last bit."""
+    for part in ("state_dict", "ema_state_dict"):
+        for name, tensor in one[part].items():
+            assert torch.equal(tensor, other[part][name]), name
 
 
 class Train:

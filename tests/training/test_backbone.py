@@ -5,7 +5,6 @@ import timm
 import torch
 from mmengine.config import ConfigDict
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import DefaultScope
 from mmpretrain.registry import MODELS
 from timm.data import resolve_model_data_config
 from timm.optim import param_groups_layer_decay
@@ -20,6 +19,7 @@ from tokenformer_vit.training.export import (
     resizes_with_opencv,
 )
 
+pytestmark = pytest.mark.usefixtures("scope")
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 2}
 BACKBONES = {
     "default": {"model_name": "tokenformer_tiny"},
@@ -40,12 +40,6 @@ GROWTH = {
     **{"num_qkv_param_tokens": 28, "num_proj_param_tokens": 26, "num_ffn_param_tokens": 100},
     "freeze": "old",
 }
-
-
-@pytest.fixture(autouse=True)
-def scope():
-    with DefaultScope.overwrite_default_scope("mmpretrain"):
-        yield
 
 
 def build_untouched(drop_path_rate=0.2, **backbone):

@@ -59,19 +59,19 @@ def test_configs_are_found_and_are_python(tmp_path, monkeypatch):
     assert not Path("executed").exists()
 
 
-def changed(config, folder, text):
-    path = folder / "own.py"
-    path.write_text(f"_base_ = {str(config)!r}\n{text}\n")
-    return load_config(path)
+@pytest.fixture
+def changed(own):
+    """Read a config that changes parts of the small one."""
+    return lambda text: load_config(own(text))
 
 
-def test_wrapped_data_are_read_through(config, tmp_path):
+def test_wrapped_data_are_read_through(changed):
     own = "dataset=dict(_delete_=True, type='CustomDataset', data_root='x', pipeline=[])"
     parts = "[dict(type='CustomDataset', data_root='x'), dict(type='ImageNet', data_root='y')]"
     twice = f"dict(_delete_=True, type='RepeatDataset', times=2, {own})"
     both = f"dict(_delete_=True, type='ConcatDataset', datasets={parts})"
     text = f"train_dataloader = dict(dataset={twice})\nval_dataloader = dict(dataset={both})"
-    cfg = changed(config, tmp_path, text)
+    cfg = changed(text)
     check_config(cfg)
     assert [each.data_root for each in datasets(cfg.val_dataloader.dataset)] == ["x", "y"]
     for loader in (cfg.train_dataloader, cfg.val_dataloader):
@@ -100,10 +100,14 @@ def test_workers_are_one_a_core(config, monkeypatch, cores, environment, workers
     assert [each.num_workers for each in loaders] == [workers, workers, 3]
 
 
-def test_the_sampler_shortens_an_epoch(config):
-    cfg = load_config(config, {"val_dataloader.num_batch_per_epoch": 2})
+def test_a_config_tells_the_sampler_how_short_an_epoch_is(config):
+    options = {"train_dataloader.num_batch_per_epoch": 2, "val_dataloader.num_batch_per_epoch": 1}
+    cfg = load_config(config, {**options, "train_dataloader.batch_size": 5})
+    assert cfg.train_dataloader.sampler.num_samples == 2 * 5
     assert cfg.val_dataloader.sampler.type == "ResumableSampler"
-    assert cfg.val_dataloader.sampler.num_samples == 16
+    assert cfg.val_dataloader.sampler.num_samples == 8
+    for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
+        assert "num_batch_per_epoch" not in cfg[name]  # mmengine would take the first images
 
 
 def test_a_config_of_mmpretrain_gets_our_hooks_loop_and_sampler(tmp_path):
@@ -150,18 +154,18 @@ def test_a_config_of_mmpretrain_gets_our_hooks_loop_and_sampler(tmp_path):
         ("default_hooks = dict(checkpoint=dict(save_best='top1'))", "save_best is 'top1', but"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(config, tmp_path, text, message):
-    check_config(changed(config, tmp_path, "param_scheduler = []\ntrain_cfg = dict(max_epochs=1)"))
+def test_parts_that_do_not_fit_are_refused(changed, text, message):
+    check_config(changed("param_scheduler = []\ntrain_cfg = dict(max_epochs=1)"))
     best = "save_best='accuracy/top1_at_0.5'"  # of a nested model
-    check_config(changed(config, tmp_path, f"default_hooks = dict(checkpoint=dict({best}))"))
+    check_config(changed(f"default_hooks = dict(checkpoint=dict({best}))"))
     with pytest.raises(InputError, match=message):
-        check_config(changed(config, tmp_path, text))
+        check_config(changed(text))
 
 
-def test_lamb_does_not_move_a_head_at_zero(config, tmp_path):
+def test_lamb_does_not_move_a_head_at_zero(changed):
     lamb = "optim_wrapper = dict(optimizer=dict(_delete_=True, type='timm.optim.Lamb', lr=1e-3))"
     with pytest.warns(UserWarning, match="Lamb hardly moves a head that starts at 0"):
-        check_config(changed(config, tmp_path, lamb))
+        check_config(changed(lamb))
 
 
 def test_autocast_is_that_of_training_and_validation(train, tmp_path, monkeypatch):
@@ -177,8 +181,8 @@ def test_autocast_is_that_of_training_and_validation(train, tmp_path, monkeypatc
     assert seen == {(True, torch.bfloat16), (False, torch.bfloat16)}
 
 
-def test_a_config_of_your_own_in_its_work_directory_is_not_replaced(config, tmp_path):
-    cfg = changed(config, tmp_path, "work_dir = 'x'")
+def test_a_config_of_your_own_in_its_work_directory_is_not_replaced(changed, tmp_path):
+    cfg = changed("work_dir = 'x'")
     before = Path(cfg.filename).read_bytes()
     cfg.work_dir = str(tmp_path)
     write_config(cfg)
@@ -190,9 +194,9 @@ def test_a_config_of_your_own_in_its_work_directory_is_not_replaced(config, tmp_
     assert copy.work_dir == "work_dirs/own"  # a run of its own
 
 
-def test_pickled_annotations_are_not_read(config, tmp_path):
+def test_pickled_annotations_are_not_read(changed):
     with pytest.raises(InputError, match=r"x\.pkl could run code"):
-        changed(config, tmp_path, "test_dataloader = dict(dataset=dict(ann_file='x.pkl'))")
+        changed("test_dataloader = dict(dataset=dict(ann_file='x.pkl'))")
 
 
 def test_a_run_is_resumed_and_not_overwritten(config, tmp_path):
@@ -246,7 +250,7 @@ def test_a_refused_run_leaves_the_config_of_the_first(train, trained, tmp_path):
     assert written.read_bytes() == before
 
 
-def test_a_model_for_several_labels_an_image_trains(train, config, data_root, tmp_path, command):
+def test_a_model_for_several_labels_an_image_trains(own, data_root, tmp_path, command):
     files = sorted(data_root.glob("train/*/*.png"))
     labelled = [
         {"img_path": str(file), "gt_label": [0, 2] if index % 2 else [1]}
@@ -258,17 +262,16 @@ def test_a_model_for_several_labels_an_image_trains(train, config, data_root, tm
     of_several["pipeline"] = [{"type": "LoadImage"}, {"type": "PackInputs"}]
     head = {"type": "MultiLabelLinearClsHead", "num_classes": 3, "in_channels": 24}
     head["_delete_"] = True
-    own = tmp_path / "own.py"
-    own.write_text(
-        f"_base_ = {str(config)!r}\nmodel = dict(head={head!r}, train_cfg=None)\n"
+    config = own(
+        f"model = dict(head={head!r}, train_cfg=None)\n"
         f"train_dataloader = dict(num_workers=0, dataset={of_several!r})\n"
         f"val_dataloader = test_dataloader = dict(dataset={of_several!r})\n"
         "val_evaluator = test_evaluator = dict(_delete_=True, type='AveragePrecision')\n"
         "train_cfg = dict(max_epochs=1)\nparam_scheduler = []\n"
-        "default_hooks = dict(results=dict(export=False))\n"
+        "default_hooks = dict(results=dict(export=False))"
     )
     run = tmp_path / "run"
-    done = command("train", str(own), "--work-dir", str(run))
+    done = command("train", config, "--work-dir", str(run))
     assert done.status == 0, done.output
     record = json.loads((run / "record.json").read_text())
     assert "multi-label/mAP" in record

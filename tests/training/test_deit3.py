@@ -10,7 +10,6 @@ import timm.data
 import timm.optim
 import torch
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import DefaultScope
 from mmpretrain.registry import MODELS, TRANSFORMS
 from PIL import Image
 from timm.data.auto_augment import auto_augment_policy
@@ -19,16 +18,11 @@ from torch import nn
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.training.config import load_config
 
+pytestmark = pytest.mark.usefixtures("scope")
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 SMALL = {"embed_dim": 24, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8}
-
-
-@pytest.fixture(autouse=True)
-def scope():
-    with DefaultScope.overwrite_default_scope("mmpretrain"):
-        yield
 
 
 @pytest.mark.parametrize("kind", ["Mixup", "CutMix"])

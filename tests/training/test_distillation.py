@@ -6,13 +6,13 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from mmengine.registry import DefaultScope
 from mmpretrain.registry import MODELS
 from safetensors.torch import save_file
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import save_model
 
+pytestmark = pytest.mark.usefixtures("scope")
 CLASSES = ["bright", "dark", "split"]
 MEAN, STD = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
 KINDS = {
@@ -49,8 +49,7 @@ def build(teacher, num_classes=3, token=False, **distillation):
             **{"mean": [100.0, 110.0, 120.0], "std": [50.0, 60.0, 70.0]},
         },
     }
-    with DefaultScope.overwrite_default_scope("mmpretrain"):
-        return MODELS.build(model)
+    return MODELS.build(model)
 
 
 @pytest.fixture(scope="module")

@@ -68,15 +68,15 @@ RUNS = {
     f"custom_hooks = [dict({AVERAGE!r}, evaluate_on_ema=False)]": "evaluate_on_ema=False",
     "train_dataloader = dict(batch_size=49, drop_last=True)\n"
     "param_scheduler = []": "48 samples for each process, fewer than a batch of 49",
+    "train_cfg = dict(_delete_=True, type='ResumableIterLoop', max_iters=3)\n"
+    "param_scheduler = []": r"dict\(type='ResumableSampler', endless=True\)",
     "model = dict(head=dict(num_classes=4))\ndata_preprocessor = dict(num_classes=4)": "3 classes",
 }
 
 
 @pytest.mark.parametrize("more", RUNS)
-def test_parts_that_do_not_fit_each_other_are_refused(config, data_root, tmp_path, more):
-    path = tmp_path / "own.py"
-    path.write_text(f"_base_ = {str(config)!r}\n{more}")
-    cfg = load_config(path, data_root=str(data_root), work_dir=str(tmp_path))
+def test_parts_that_do_not_fit_each_other_are_refused(own, data_root, tmp_path, more):
+    cfg = load_config(own(more), data_root=str(data_root), work_dir=str(tmp_path))
     with pytest.raises(InputError, match=RUNS[more]):
         run_training(cfg)
 

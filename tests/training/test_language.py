@@ -214,20 +214,6 @@ def test_a_run_that_was_stopped_goes_on_exactly(run, tmp_path):
     assert [growth["iteration"] for growth in record["growth"]] == [4, 9]
 
 
-@pytest.mark.slow
-def test_accumulation_makes_the_step_of_the_whole_batch(run, tmp_path):
-    one = run(tmp_path / "one")
-    two = run(
-        tmp_path / "two",
-        **{"train_dataloader.batch_size": 2, "optim_wrapper.accumulative_counts": 2},
-    )
-    expected, accumulated = scalars(tmp_path / "one"), scalars(tmp_path / "two")
-    assert accumulated[0] == pytest.approx(expected[0], rel=1e-5)
-    assert accumulated[1] == pytest.approx(expected[1], rel=1e-4)
-    for each, other in zip(one.model.parameters(), two.model.parameters(), strict=True):
-        torch.testing.assert_close(each, other, rtol=1e-3, atol=1e-5)
-
-
 def test_perplexity_of_several_texts_is_that_of_their_tokens():
     metric = Perplexity()
     metric.dataset_meta = {"sources": ("en", "fr")}

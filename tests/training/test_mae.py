@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from mmengine.registry import DefaultScope
 from mmpretrain.models import MAE as StockMAE
 from mmpretrain.registry import MODELS
 from mmpretrain.structures import DataSample
@@ -17,6 +16,7 @@ from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.export import as_timm_model
 from tokenformer_vit.training.models.mae import MaskedAutoencoder
 
+pytestmark = pytest.mark.usefixtures("scope")
 TOKENFORMER = {
     "type": "TimmClassificationBackbone",
     "model_name": "tokenformer_tiny",
@@ -27,12 +27,6 @@ SHAPE = {"decoder_embed_dim": 16, "decoder_depth": 1, "decoder_num_heads": 2}
 NECK = {"type": "MAEPretrainDecoder", **SHAPE}
 LOSS = {"type": "PixelReconstructionLoss", "criterion": "L2"}
 HEAD = {"type": "MAEPretrainHead", "norm_pix": True, "loss": LOSS}
-
-
-@pytest.fixture(autouse=True)
-def scope():
-    with DefaultScope.overwrite_default_scope("mmpretrain"):
-        yield
 
 
 def build(backbone=TOKENFORMER, head=HEAD, **kwargs):

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from mmengine.config import Config
 from mmengine.logging import MessageHub
-from mmengine.registry import DefaultScope
 from mmpretrain.registry import MODELS
 
 from tokenformer_vit.benchmarking.costs import training_flops
@@ -19,6 +18,7 @@ from tokenformer_vit.models.sizes import at_size
 from tokenformer_vit.training.hooks import LazyRuntimeInfoHook
 from tokenformer_vit.training.metrics import AccuracyAndLoss
 
+pytestmark = pytest.mark.usefixtures("scope")
 SIZES = (0.25, 0.5, 0.75, 1.0)
 CLASSES = 3
 BACKBONE = {
@@ -39,8 +39,7 @@ def build(backbone=None, **more):
         },
         **more,
     }
-    with DefaultScope.overwrite_default_scope("mmpretrain"):
-        return MODELS.build(model)
+    return MODELS.build(model)
 
 
 @pytest.fixture
@@ -170,14 +169,12 @@ def test_a_step_costs_its_sizes():
 
 
 @pytest.mark.slow
-def test_the_record_of_a_run_has_every_size_and_the_flops_of_those_drawn(train, config, tmp_path):
-    path = tmp_path / "nested.py"
-    path.write_text(
-        f"_base_ = {str(config)!r}\n"
+def test_the_record_of_a_run_has_every_size_and_the_flops_of_those_drawn(train, own, tmp_path):
+    config = own(
         "model = dict(type='NestedClassifier', backbone=dict(nested=(0.25, 0.5, 0.75)))\n"
-        "train_cfg = dict(max_epochs=2)\ncustom_hooks = [dict(type='CostHook')]\n"
+        "train_cfg = dict(max_epochs=2)\ncustom_hooks = [dict(type='CostHook')]"
     )
-    train.of(path)(tmp_path / "run", "--seed", "5")
+    train.of(config)(tmp_path / "run", "--seed", "5")
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert record.keys() >= {f"accuracy/top1_at_{size:g}" for size in SIZES[:-1]}
     model = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True)

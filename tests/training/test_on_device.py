@@ -9,7 +9,7 @@ import torch
 from mmengine.optim.optimizer import amp_optimizer_wrapper
 from torch._dynamo.utils import counters
 
-from tokenformer_vit.training.reports import read_scalars
+from .conftest import last_checkpoint, losses, same_weights
 
 ITERATIONS = 18  # of the config: three epochs
 STOPPED = 8  # after the first growth, and before the second
@@ -57,25 +57,16 @@ def device(request, monkeypatch) -> torch.device:
 
 
 @pytest.fixture
-def run(device, train, config, tmp_path) -> Callable:
+def run(device, train, own, tmp_path) -> Callable:
     def run(name, *options, more=""):
-        path = tmp_path / "own.py"
-        path.write_text(f"_base_ = {str(config)!r}\n{BY_ITERATION}\n{more}")
-        words = train.of(path).arguments  # in this process, also with a GPU
+        words = train.of(
+            own(f"{BY_ITERATION}\n{more}")
+        ).arguments  # in this process, also with a GPU
         done = train.command("train", *words, "--work-dir", tmp_path / name, *options)
         assert done.status == 0, done.output
         return tmp_path / name
 
     return run
-
-
-def losses(work_dir):
-    scalars, _ = read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
-    return {step: record["loss"] for step, record in scalars.items()}
-
-
-def last_checkpoint(work_dir):
-    return torch.load((work_dir / "last_checkpoint").read_text(), weights_only=True)
 
 
 def test_compiled_steps_in_bfloat16_follow_eager_ones(run):
@@ -104,14 +95,12 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, more):
     assert list(expected) == list(range(1, ITERATIONS + 1))
     assert losses(rest) == {step: expected[step] for step in expected if step > STOPPED}
     one, other = last_checkpoint(whole), last_checkpoint(rest)
-    for part in ("state_dict", "ema_state_dict"):
-        torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
+    same_weights(one, other)
     assert one["optimizer"].get("loss_scaler") == other["optimizer"].get("loss_scaler")
 
 
-def test_one_process_of_torchrun_trains_as_one_without(train, device, tmp_path):
-    launched = train.of(tmp_path / "own.py")
-    (tmp_path / "own.py").write_text(f"_base_ = {train.arguments[0]!r}\n{BFLOAT16}")
+def test_one_process_of_torchrun_trains_as_one_without(train, device, own, tmp_path):
+    launched = train.of(own(BFLOAT16))
     visible = "" if device.type == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     # The library's own line shows that it connects the processes.
     launched.environment = {"CUDA_VISIBLE_DEVICES": visible, "NCCL_DEBUG": "VERSION"}

@@ -11,7 +11,6 @@ import torch
 from mmengine.config import ConfigDict
 from mmengine.model import ExponentialMovingAverage
 from mmengine.optim import OptimWrapper, ReduceOnPlateauLR, build_optim_wrapper
-from mmengine.registry import DefaultScope
 from mmpretrain.registry import MODELS
 from torch import nn
 
@@ -28,6 +27,7 @@ from tokenformer_vit.training.optim import (
 )
 from tokenformer_vit.training.runner import TrainingRunner
 
+pytestmark = pytest.mark.usefixtures("scope")
 LAYER_DECAY = {"layer_decay_rate": 0.5, "norm_decay_mult": 0.0, "bias_decay_mult": 0.0}
 CONSTRUCTORS = [
     ("MergedOptimWrapperConstructor", "DefaultOptimWrapperConstructor", {}),
@@ -37,12 +37,6 @@ CONSTRUCTORS = [
         {"paramwise_cfg": LAYER_DECAY},
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def scope():
-    with DefaultScope.overwrite_default_scope("mmpretrain"):
-        yield
 
 
 def make(config, constructor, **options):

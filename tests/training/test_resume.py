@@ -18,8 +18,10 @@ import torch
 from tokenformer_vit.files import temporary_name
 from tokenformer_vit.training.checkpoint import changed
 from tokenformer_vit.training.data.images import LoadImage
-from tokenformer_vit.training.reports import read_scalars
+from tokenformer_vit.training.loop import ResumableEpochLoop
 from tokenformer_vit.training.runner import TrainingRunner
+
+from .conftest import last_checkpoint, losses, same_weights, scalars
 
 # Two workers, mixup, drop path, EMA, a warm-up by iteration and a decay by epoch: everything that
 # has a state.
@@ -41,48 +43,39 @@ param_scheduler = [
 default_hooks = dict(checkpoint=dict(by_epoch=False, interval=3))
 """
 GROWTH = """
+schedule = [
+    dict(epoch=1, num_qkv_param_tokens=[30, 36], num_ffn_param_tokens=120),
+    dict(epoch=2, num_qkv_param_tokens=48, num_proj_param_tokens=32),
+]
 custom_hooks = [
-    dict(type="GrowthHook", schedule=[dict(epoch=1, num_ffn_param_tokens=128)], new_lr_scale=2.0)
+    dict(type="CostHook"), dict(type="GrowthHook", schedule=schedule, new_lr_scale={scale})
 ]
 """
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 TWO = ("--launcher", "pytorch", "--batch-size", "4")
 
 
-def scalars(work_dir):
-    return read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
-
-
-def losses(work_dir):
-    train, val = scalars(work_dir)
-    return {step: record["loss"] for step, record in train.items()}, val
-
-
 def wait_for(process, work_dir, iteration):
     """Return as soon as the log shows ``iteration``."""
     deadline = time.monotonic() + 200
-    while max(losses(work_dir)[0], default=0) < iteration:
+    while max(losses(work_dir), default=0) < iteration:
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def last_of(folder):
-    return torch.load((folder / "last_checkpoint").read_text(), weights_only=True)
-
-
 def same_results(whole, killed):
     """Check that two runs logged and saved the same; return the last checkpoint."""
-    expected, expected_val = losses(whole)
-    resumed, resumed_val = losses(killed)
-    assert resumed == expected
-    assert resumed_val.keys() == expected_val.keys()
-    for step, record in resumed_val.items():
-        assert record["accuracy/top1"] == expected_val[step]["accuracy/top1"]
-    one, other = last_of(whole), last_of(killed)
-    for part in ("state_dict", "ema_state_dict"):
-        for name, tensor in one[part].items():
-            assert torch.equal(tensor, other[part][name]), name
+    assert losses(killed) == losses(whole)
+    top1, expected = (
+        {step: record["accuracy/top1"] for step, record in scalars(each)[1].items()}
+        for each in (killed, whole)
+    )
+    assert top1 == expected
+    one, other = last_checkpoint(whole), last_checkpoint(killed)
+    same_weights(one, other)
+    spent = [each["message_hub"]["runtime_info"].get("flops") for each in (one, other)]
+    assert spent[0] == spent[1]
     assert (whole / "model.safetensors").read_bytes() == (killed / "model.safetensors").read_bytes()
     return one
 
@@ -94,24 +87,25 @@ def same_results(whole, killed):
         pytest.param("", BY_EPOCH, (), id="by_epoch"),
         pytest.param("", BY_ITERATION, (), id="within_epochs"),
         pytest.param(ENDLESS.format(end=30), BY_ITERATION[2:], (), id="by_iteration"),
-        pytest.param(GROWTH, BY_ITERATION, (), id="growth"),
+        # Gradients are pending at a growth.
+        pytest.param(GROWTH.format(scale=1), (*BY_ITERATION[:2], BY_EPOCH[1]), (), id="growth"),
+        pytest.param(GROWTH.format(scale=3), (*BY_ITERATION[:2], BY_EPOCH[1]), (), id="new_rate"),
         pytest.param("", (), TORCHRUN, id="two_processes"),
         pytest.param("", (*BY_ITERATION, "--compile"), (), id="compiled"),
         pytest.param("", ("train_dataloader.dataset.type=ImagesInMemory",), (), id="in_memory"),
     ],
 )
 def test_a_run_that_is_killed_ten_times_at_random_goes_on_exactly(
-    train, config, tmp_path, more, options, launcher
+    train, own, tmp_path, more, options, launcher
 ):
-    path = tmp_path / "own.py"
-    path.write_text(f"_base_ = {str(config)!r}\ntrain_cfg = dict(max_epochs=9)\n{more}")
-    train, whole, killed = train.of(path), tmp_path / "whole", tmp_path / "killed"
+    train = train.of(own(f"train_cfg = dict(max_epochs=9)\n{more}"))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = (*(TWO if launcher else ()), *OPTIONS, *options)
     train(whole, *options, launcher=launcher)
-    length = max(losses(whole)[0])
+    length = max(losses(whole))
     moments, writing, kills = random.Random(torch.initial_seed()), 0, 0
     for number in range(10):
-        before = max(losses(killed)[0], default=0)
+        before = max(losses(killed), default=0)
         if before >= length - 1:
             break
         process = train.start(killed, "--resume", *options, launcher=launcher)
@@ -136,7 +130,7 @@ def test_a_run_that_is_killed_ten_times_at_random_goes_on_exactly(
 def finished(train, tmp_path_factory):
     """A finished run, to copy."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    train(folder, *OPTIONS, SAVE_BEST)
+    train(folder, "--cfg-options", SAVE_BEST)
     return folder
 
 
@@ -146,31 +140,58 @@ def run(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "moved")
 
 
-def test_a_run_goes_on_within_an_epoch_and_between_two(train, run, tmp_path):
+# The forms of mmpretrain's own configs.
+STOCK_EPOCHS = """
+train_cfg = dict(_delete_=True, by_epoch=True, max_epochs=3, val_interval=1)
+train_dataloader = dict(sampler=dict(_delete_=True, type="DefaultSampler", shuffle=True))
+"""
+STOCK_ITERATIONS = """
+train_cfg = dict(_delete_=True, by_epoch=False, max_iters=5, val_interval=5)
+train_dataloader = dict(
+    sampler=dict(_delete_=True, type="InfiniteSampler", shuffle=True),
+    dataset=dict(pipeline=[dict(type="LoadImage"), dict(type="PackInputs")]),
+)
+param_scheduler = []
+"""
+SHORTENED = ("train_dataloader.num_batch_per_epoch=3", "val_dataloader.num_batch_per_epoch=2")
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "resumed", "end"),
+    [
+        # A line has the mean loss since the last one, also where a checkpoint is between them.
+        ("", ("default_hooks.logger.interval=6", "log_processor.window_size=6"), (4, 12), 18),
+        (STOCK_ITERATIONS, (), (4,), 5),
+        pytest.param("", SHORTENED, (4,), 9, marks=pytest.mark.slow),
+        pytest.param(STOCK_EPOCHS, SHORTENED, (4,), 9, marks=pytest.mark.slow),
+    ],
+    ids=["epochs", "stock_iterations", "shortened", "stock_shortened"],
+)
+def test_a_run_goes_on_within_an_epoch_and_between_two(
+    train, own, tmp_path, more, options, resumed, end
+):
     """In one process, and so in seconds; the slow tests kill."""
-    options = (*OPTIONS, *BY_ITERATION[:2], "default_hooks.checkpoint.max_keep_ckpts=-1")
-    # A line has the mean loss since the last one, also where a checkpoint is between them.
-    options += ("default_hooks.logger.interval=6", "log_processor.window_size=6")
-    whole = tmp_path / "whole"
+    train, whole = train.of(own(more)), tmp_path / "whole"
+    options = (*OPTIONS, *BY_ITERATION[:2], "default_hooks.checkpoint.max_keep_ckpts=-1", *options)
     train(whole, *options)
-    for name in ("iter_4.pth", "iter_12.pth"):
-        rest = tmp_path / name
-        train(rest, "--resume", str(whole / name), *options)
-        assert losses(rest)[0].items() <= losses(whole)[0].items()
-        assert max(losses(rest)[0]) == 18
-        for part in ("state_dict", "ema_state_dict"):
-            for key, tensor in last_of(whole)[part].items():
-                assert torch.equal(tensor, last_of(rest)[part][key]), key
+    assert max(losses(whole)) == end
+    for iteration in resumed:
+        rest = tmp_path / str(iteration)
+        train(rest, "--resume", str(whole / f"iter_{iteration}.pth"), *options)
+        assert losses(rest).items() <= losses(whole).items()
+        assert max(losses(rest)) == end
+        same_weights(last_checkpoint(whole), last_checkpoint(rest))
 
 
 def test_a_run_that_was_killed_in_its_last_validation_is_finished(train, run):
     for name in ("model.safetensors", "config.json", "curves.png"):
         (run / name).unlink()
-    _, before = losses(run)
+    _, before = scalars(run)
     record = (run / "record.json").read_text()
-    output = train(run, "--resume", *OPTIONS)
+    output = train(run, "--resume")
     assert "18 steps in 3 epochs; finished, so nothing is trained" in output
-    assert losses(run)[1] == {**before, 3: losses(run)[1][3]}
+    after = scalars(run)[1]
+    assert after == {**before, 3: after[3]}
     assert all((run / name).is_file() for name in ("model.safetensors", "curves.png"))
     assert (run / "record.json").read_text() == record  # nothing was trained
 
@@ -179,16 +200,29 @@ REST = [pytest.param(name, marks=pytest.mark.slow) for name in ("SIGUSR1", "SIGH
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", *REST])
-def test_a_run_that_is_told_to_stop_goes_on_exactly(train, finished, tmp_path, number):
-    process = train.start(tmp_path, *OPTIONS, SAVE_BEST, start_new_session=True)
-    wait_for(process, tmp_path, 8)
-    os.killpg(process.pid, getattr(signal, number))  # Slurm's reaches data loading workers, too
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 143, output
-    iteration = int(re.search(r"Stopped by a signal after iteration (\d+)\.", output)[1])
+def test_a_run_that_is_told_to_stop_goes_on_exactly(
+    train, finished, tmp_path, monkeypatch, in_another_process, number
+):
+    run_iter = ResumableEpochLoop.run_iter
+
+    def run_iter_and_stop(loop, *batch):
+        run_iter(loop, *batch)
+        if loop.iter == 8:
+            os.killpg(0, getattr(signal, number))  # Slurm's reaches data loading workers, too
+
+    def work():
+        os.setpgrp()
+        words = ("--work-dir", str(tmp_path), *OPTIONS, SAVE_BEST)
+        train.command.run_file("train", *train.arguments, *words)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ResumableEpochLoop, "run_iter", run_iter_and_stop)
+        done = in_another_process(work)
+    assert done.status == 143, done.output
+    iteration = int(re.search(r"Stopped by a signal after iteration (\d+)\.", done.output)[1])
     assert 8 <= iteration < 18
     assert (tmp_path / "last_checkpoint").read_text() == str(tmp_path / "stopped.pth")
-    assert last_of(tmp_path)["meta"]["iter"] == iteration
+    assert last_checkpoint(tmp_path)["meta"]["iter"] == iteration
     train(tmp_path, "--resume", *OPTIONS, SAVE_BEST)
     same_results(finished, tmp_path)
     assert not (tmp_path / "stopped.pth").exists()  # the next regular checkpoint took its place
@@ -206,7 +240,7 @@ def test_two_processes_that_are_told_to_stop_go_on_exactly(train, tmp_path):
     assert "Stopped by a signal after iteration" in output
     assert (stopped / "last_checkpoint").read_text() == str(stopped / "stopped.pth")
     train(stopped, "--resume", *options, launcher=TORCHRUN)
-    assert losses(stopped)[0] == losses(tmp_path / "whole")[0]
+    assert losses(stopped) == losses(tmp_path / "whole")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
@@ -232,12 +266,12 @@ def lines_of(output):
 
 def test_a_run_is_extended_at_another_rate_and_says_so(train, run, tmp_path):
     longer = ("train_cfg.max_epochs=5", "optim_wrapper.optimizer.lr=5e-4")
-    output = train(run, "--resume", *OPTIONS, *longer)
+    output = train(run, "--resume", "--cfg-options", *longer)
     assert lines_of(output) == [
         ("optim_wrapper.optimizer.lr", "0.001", "0.0005"),
         ("train_cfg.max_epochs", "3", "5"),
     ]
-    train(tmp_path / "whole", *OPTIONS, *longer)
+    train(tmp_path / "whole", "--cfg-options", *longer)
     (train_log, _), (expected, _) = scalars(run), scalars(tmp_path / "whole")
     assert list(train_log) == list(range(1, 31))
     for step in range(19, 31):  # the rate of a run that had this config from its start
@@ -245,31 +279,36 @@ def test_a_run_is_extended_at_another_rate_and_says_so(train, run, tmp_path):
     (change,) = json.loads((run / "record.json").read_text())["config_changes"]
     assert change["iteration"] == 18
     assert change["changes"]["train_cfg.max_epochs"] == [3, 5]
-    again = train(run, "--resume", *OPTIONS, *longer)
+    again = train(run, "--resume", "--cfg-options", *longer)
     assert not lines_of(again)
 
 
 def test_the_rate_also_changes_before_an_epoch_ends_and_with_a_scaled_floor(train, tmp_path):
-    options = ("--auto-scale-lr", *OPTIONS, BY_ITERATION[0], "default_hooks.checkpoint.interval=6")
+    options = (
+        "--auto-scale-lr",
+        "--cfg-options",
+        BY_ITERATION[0],
+        "default_hooks.checkpoint.interval=6",
+    )
     train(tmp_path / "one", *options)
     options += ("optim_wrapper.optimizer.lr=5e-4",)
     train(tmp_path / "two", "--resume", str(tmp_path / "one" / "iter_6.pth"), *options)
     train(tmp_path / "whole", *options)
-    rates = {}
-    for name in ("two", "whole"):
-        lines, _ = read_scalars(sorted((tmp_path / name).glob("*/vis_data/scalars.json")))
-        rates[name] = {step: line["lr"] for step, line in lines.items() if step > 6}
-    assert len(rates["two"]) == 12
-    assert rates["two"] == pytest.approx(rates["whole"], rel=1e-6)
+    rates, expected = (
+        {step: line["lr"] for step, line in scalars(tmp_path / name)[0].items() if step > 6}
+        for name in ("two", "whole")
+    )
+    assert len(rates) == 12
+    assert rates == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_run_goes_on_with_twice_the_images_in_half_the_batches(train, tmp_path):
-    options = (*OPTIONS, *BY_ITERATION[:2], "default_hooks.checkpoint.max_keep_ckpts=9")
+    options = ("--cfg-options", *BY_ITERATION[:2], "default_hooks.checkpoint.max_keep_ckpts=9")
     four, two = (f"optim_wrapper.accumulative_counts={number}" for number in (4, 2))
     train(tmp_path / "one", "--batch-size", "4", *options, four)  # 36 iterations, 9 steps
     start = str(tmp_path / "one" / "iter_16.pth")
     train(tmp_path / "two", "--resume", start, "--batch-size", "8", *options, two)
-    last = last_of(tmp_path / "two")
+    last = last_checkpoint(tmp_path / "two")
     assert last["meta"]["iter"] == 18
     assert last["ema_state_dict"]["steps"] == 9
 
@@ -287,71 +326,75 @@ def test_a_run_goes_on_with_another_number_of_processes(train, tmp_path):
     plain = (*OPTIONS, "model.train_cfg=None", "model.backbone.drop_path_rate=0.0")
     plain += (*BY_ITERATION[:2], "default_hooks.checkpoint.max_keep_ckpts=9")
     train(tmp_path / "two", *TWO, *plain, launcher=TORCHRUN)
-    expected, _ = losses(tmp_path / "two")
+    expected = losses(tmp_path / "two")
     resume = ("--resume", str(tmp_path / "two" / "iter_8.pth"))
     output = train(tmp_path / "one", *resume, "--batch-size", "8", *plain)
     assert ("processes", "2", "1") in lines_of(output)
-    continued, _ = losses(tmp_path / "one")
+    continued = losses(tmp_path / "one")
     assert list(continued) == list(range(9, 19))
     assert continued == pytest.approx({n: expected[n] for n in continued}, rel=2e-5)
     output = train(tmp_path / "half", *resume, "--batch-size", "4", *plain)
     assert ("iterations an epoch", "6", "12") in lines_of(output)
-    assert list(losses(tmp_path / "half")[0]) == list(range(17, 37))
+    assert list(losses(tmp_path / "half")) == list(range(17, 37))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounded", [False, True])
-def test_two_processes_follow_the_curve_of_one(train, tmp_path, rounded):
+@pytest.mark.parametrize(
+    ("more", "how", "close"),
+    [
+        ("", (), 2e-5),
+        ("", ("model_wrapper_cfg.compression=bf16",), 2e-3),
+        (GROWTH.format(scale=1), (), 2e-5),
+    ],
+    ids=["plain", "rounded", "growth"],
+)
+def test_two_processes_follow_the_curve_of_one(train, own, tmp_path, more, how, close):
+    train = train.of(own(more))
     plain = ("--cfg-options", "model.train_cfg=None", "model.backbone.drop_path_rate=0.0")
     plain += ("optim_wrapper.accumulative_counts=2", "env_cfg.dist_cfg.timeout=600")
     train(tmp_path / "one", "--batch-size", "8", *plain)
-    how = ("model_wrapper_cfg.compression=bf16",) * rounded
     train(tmp_path / "two", *TWO, *plain, *how, launcher=TORCHRUN)
-    one, two = losses(tmp_path / "one")[0], losses(tmp_path / "two")[0]
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert len(one) == 18
-    assert two == pytest.approx(one, rel=2e-3 if rounded else 2e-5)
+    assert two == pytest.approx(one, rel=close)
 
 
 def test_other_data_other_weights_and_no_state_are_refused(train, run, data_root, tmp_path):
     root = shutil.copytree(data_root, tmp_path / "images")
-    train(run, "--resume", *OPTIONS, "--data-root", str(root))  # moved
+    train(run, "--resume", "--data-root", str(root))  # moved
     for index in range(3):
         (root / "train" / "dark" / f"{index}.png").unlink()  # as many iterations as before
-    line = train.fails(run, "--resume", *OPTIONS, "--data-root", str(root))
+    line = train.fails(run, "--resume", "--data-root", str(root))
     assert "48 training samples, and there are 45 now" in line
     (root / "train" / "dark").rename(root / "train" / "dusky")
     (root / "val" / "dark").rename(root / "val" / "dusky")
-    line = train.fails(run, "--resume", *OPTIONS, "--data-root", str(root))
+    line = train.fails(run, "--resume", "--data-root", str(root))
     assert "label 1 is 'dark' there and 'dusky' here" in line
-    line = train.fails(run, "--resume", *OPTIONS, "model.backbone.theta=gelu_l1")
+    line = train.fails(run, "--resume", "--cfg-options", "model.backbone.theta=gelu_l1")
     assert "theta is 'gelu_l1', but" in line
     (best,) = run.glob("best_*.pth")
-    line = train.fails(run, "--resume", str(best), *OPTIONS)
+    line = train.fails(run, "--resume", str(best))
     assert "has only weights, not the state of a run" in line
-    line = train.fails(run, "--resume", *OPTIONS, "default_hooks.ema=None")
+    line = train.fails(run, "--resume", "--cfg-options", "default_hooks.ema=None")
     assert "has no EMAHook" in line
 
 
-def test_a_fine_tuning_needs_its_start_only_once(train, finished, config, tmp_path):
+def test_a_fine_tuning_needs_its_start_only_once(train, finished, own, tmp_path):
     start = shutil.copytree(finished, tmp_path / "start")
-    path = tmp_path / "tuned.py"
     weights = str(start / "model.safetensors")
-    path.write_text(
-        f"_base_ = {str(config)!r}\nmodel = dict(backbone=dict(checkpoint_path={weights!r}))\n"
-    )
-    words = ("--cfg-options", "train_cfg.max_epochs=2")
-    train.of(path)(tmp_path / "run", *words)
+    train = train.of(own(f"model = dict(backbone=dict(checkpoint_path={weights!r}))"))
+    train(tmp_path / "run", "--cfg-options", "train_cfg.max_epochs=2")
     shutil.rmtree(start)
     (tmp_path / "run" / "record.json").unlink()
-    train.of(path)(tmp_path / "run", "--resume", "--cfg-options", "train_cfg.max_epochs=3")
+    train(tmp_path / "run", "--resume", "--cfg-options", "train_cfg.max_epochs=3")
 
 
 def test_what_a_killed_run_did_not_delete_is_deleted(train, run):
-    last = last_of(run)
+    last = last_checkpoint(run)
     last["message_hub"]["runtime_info"]["keep_ckpt_ids"] = [7, 1, 2, 3]
     torch.save(last, run / "epoch_3.pth")
     (run / "epoch_7.pth").touch()
-    train(run, "--resume", *OPTIONS)
+    train(run, "--resume")
     assert {path.name for path in run.glob("epoch_*.pth")} == {f"epoch_{n}.pth" for n in (1, 2, 3)}
 
 
@@ -368,13 +411,13 @@ def test_a_full_disk_leaves_the_previous_checkpoint(train, tmp_path, monkeypatch
     monkeypatch.setattr(TrainingRunner, "save_checkpoint", then_fill_the_disk)
     monkeypatch.setattr(signal, "SIGXFSZ", signal.SIG_IGN, raising=False)
     try:
-        done = train.command("train", *train.arguments, "--work-dir", str(tmp_path), *OPTIONS)
+        done = train.command("train", *train.arguments, "--work-dir", str(tmp_path))
     except (OSError, RuntimeError):
         done = None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
     assert done is None or done.status != 0
-    assert last_of(tmp_path)["meta"]["epoch"] == 1
+    assert last_checkpoint(tmp_path)["meta"]["epoch"] == 1
     assert not list(tmp_path.glob(".*.partial"))
     assert not (tmp_path / "record.json").exists()
 

@@ -33,7 +33,7 @@ def imagenet(tmp_path_factory):
     "name",
     [
         "mobilenet_v2/mobilenet-v2_8xb32_in1k",
-        "deit/deit-tiny_4xb256_in1k",
+        pytest.param("deit/deit-tiny_4xb256_in1k", marks=slow),
         pytest.param("resnet/resnet50_8xb32_in1k", marks=slow),
         pytest.param("swin_transformer/swin-tiny_16xb64_in1k", marks=slow),
         pytest.param("convnext/convnext-tiny_32xb128_in1k", marks=slow),

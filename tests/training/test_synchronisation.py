@@ -100,14 +100,12 @@ def _by_mask(func, args):
 
 
 @pytest.fixture
-def configured(config, data_root, tmp_path):
+def configured(own, data_root, tmp_path):
     """Make the config of a run with other settings."""
 
     def make(text, **options):
-        path = tmp_path / "own.py"
-        path.write_text(f"_base_ = {str(config)!r}\n{text}")
         options = {"train_cfg.max_epochs": 2, **options}
-        cfg = load_config(path, options, str(data_root), work_dir=str(tmp_path / "run"))
+        cfg = load_config(own(text), options, str(data_root), work_dir=str(tmp_path / "run"))
         cfg.launcher = "none"
         return cfg
 

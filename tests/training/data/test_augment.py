@@ -6,7 +6,6 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from mmengine.registry import DefaultScope
 from mmpretrain.registry import TRANSFORMS
 from PIL import Image
 from timm.data import create_transform
@@ -14,11 +13,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from tokenformer_vit.training.config import load_config
 
-
-@pytest.fixture(autouse=True)
-def scope():
-    with DefaultScope.overwrite_default_scope("mmpretrain"):
-        yield
+pytestmark = pytest.mark.usefixtures("scope")
 
 
 def photograph(rng, height, width):

@@ -5,19 +5,19 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from mmengine.registry import DefaultScope
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader
 
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.data.images import HuggingFaceImages
-from tokenformer_vit.training.reports import read_scalars
 from tokenformer_vit.vision.folders import folder_names, unpack
 from tokenformer_vit.vision.sources import parquet_splits
 
+from ..conftest import scalars
+
 pytest.importorskip("pyarrow")
 datasets = pytest.importorskip("datasets")
-pytestmark = pytest.mark.usefixtures("arrow_cache")
+pytestmark = pytest.mark.usefixtures("arrow_cache", "scope")
 
 CLASSES = ["bright", "dark", "split"]
 PIPELINE = [{"type": "LoadImage"}, {"type": "PackLabels"}]
@@ -29,12 +29,6 @@ val_dataloader = dict(dataset=dict(own, split="validation", pipeline={{{{_base_.
 test_dataloader = val_dataloader
 """
 OPTIONS = ("--cfg-options", "train_cfg.max_epochs=2", "train_dataloader.num_workers=2")
-
-
-@pytest.fixture(autouse=True)
-def scope():
-    with DefaultScope.overwrite_default_scope("mmpretrain"):
-        yield
 
 
 def write(path, images, labels):
@@ -81,11 +75,6 @@ def finished(train_parquet, tmp_path_factory):
     return folder
 
 
-def accuracies(work_dir):
-    _, val = read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
-    return [record["accuracy/top1"] for record in val.values()]
-
-
 @pytest.mark.slow
 def test_a_run_equals_a_run_on_the_unpacked_folders(train, finished, source, tmp_path):
     unpacked = tmp_path / "unpacked"  # as prepare-data makes it
@@ -94,7 +83,11 @@ def test_a_run_equals_a_run_on_the_unpacked_folders(train, finished, source, tmp
     tmp_path /= "run"
     without_workers = "train_dataloader.num_workers=0"
     train(tmp_path, "--data-root", str(unpacked), *OPTIONS, without_workers)
-    assert accuracies(finished) == accuracies(tmp_path)
+    found, expected = (
+        [record["accuracy/top1"] for record in scalars(each)[1].values()]
+        for each in (finished, tmp_path)
+    )
+    assert found == expected
     for name in ("model.safetensors", "config.json"):
         assert (finished / name).read_bytes() == (tmp_path / name).read_bytes()
 

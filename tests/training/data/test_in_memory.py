@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from mmengine.registry import DefaultScope
 from mmpretrain.datasets import CustomDataset
 from mmpretrain.registry import TRANSFORMS
 from PIL import Image
@@ -12,16 +11,11 @@ from torch import nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.training.data.images import ImagesInMemory, _divide
 
+pytestmark = pytest.mark.usefixtures("scope")
 CROP = {"type": "v2/RandomCrop", "size": 8, "padding": 2}
 FLIP = {"type": "v2/RandomHorizontalFlip", "p": 0.5}
 CUTOUT = {"type": "Cutout", "shape": 4, "pad_val": (1, 2, 3), "prob": 0.75}
 LOAD, LABELS = {"type": "LoadImage"}, {"type": "PackLabels"}
-
-
-@pytest.fixture(autouse=True)
-def scope():
-    with DefaultScope.overwrite_default_scope("mmpretrain"):
-        yield
 
 
 def make(data_root, *transforms, pack=LABELS, split="train", **kwargs):
