@@ -36,7 +36,7 @@ from tokenformer_vit.growth import measure_usage, prune
 from tokenformer_vit.models import from_vit
 from tokenformer_vit.records import environment
 
-RESULTS = Path(__file__).parent / "results" / "from_vit.csv"
+RESULTS = Path(__file__).with_suffix(".csv")
 COLUMNS = ["date", "commit", "torch", "hardware", "model", "seed", "part", "variant", "dtype"]
 COLUMNS += ["name", "value", "n"]
 CUTOUT = 8
@@ -382,7 +382,9 @@ def chart(path: Path) -> None:
     )
     axis.minorticks_off()
     axis.legend()
-    figure.savefig(path.with_suffix(".png"), dpi=80)
+    figures = path.with_name("figures")
+    figures.mkdir(exist_ok=True)
+    figure.savefig(figures / "from_vit.png", dpi=80)
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:

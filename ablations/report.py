@@ -1,171 +1,280 @@
-"""The results of ablations: one row of ``results.csv`` is one run.
+"""Render the tables and charts of ablations from ``results.csv``.
 
-``curves.parquet`` has the curves of the same runs: validation, training loss, layers (iteration
-``x``).
+python ablations/report.py           writes TABLES.md, the tables of pages, and figures/
+python ablations/report.py --check   fails if TABLES.md or a table of a page is out of date
+
+A page has its tables between two markers: ``<!-- table SWEEP VARIANT ... -->``, ``<!-- sizes SWEEP
+VARIANT ... -->``, ``<!-- differences HEADING | HEADING`` with lines ``SWEEP VARIANT VARIANT TEXT``,
+or ``<!-- converted NAME ... -->`` with names in ``from_vit.csv``; and ``<!-- end -->``. A SWEEP is
+a question and a base: ``softmax/cifar10_mini``.
 """
 
-import csv
-import io
+import argparse
 import os
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
-from filelock import FileLock
-from scipy.stats import t as student
+from results import FOLDER, SWEEP, Noise, at_best, difference, noise, paired_noise, read
+from sweep import Question
 
-FOLDER = Path(__file__).parent
-RESULTS, CURVES = FOLDER / "results.csv", FOLDER / "curves.parquet"
-SWEEP = ["question", "base", "options"]  # the runs of one table; options: --cfg-options
-RUN = [*SWEEP, "variant", "lr", "seed"]  # the name of a run
-_TEXTS = [*SWEEP, "variant", "also", "start", "text", "selected_on"]
-_TEXTS += ["commit", "torch", "date", "hardware", "cpu", "dtype"]
-_NEEDED = {*RUN, "commit", "torch", "date", "hardware", "dtype", "iterations", "parameters"}
+TABLES = FOLDER / "TABLES.md"
+PAGES = FOLDER.parent / "README.md", FOLDER / "README.md"
+INTRODUCTION = """# Ablations
+
+Rendered by `python ablations/report.py` from [results.csv](results.csv), which has every run at
+every rate. A row is a variant at its best learning rate: the best one for seed 0. The other seeds
+were trained at this rate. `*` marks a best rate at the end of its grid: one beyond it may be
+better.
+
+Results are means over n seeds. A ± is half the width of a 95 % interval, by Student's t. A sweep
+has one σ, the standard deviation of a run by its seed, pooled over its variants. A difference in
+**bold** is beyond its interval; it is never bold where one of the two rates is at the end of its
+grid. Seeds are paired only where both variants go on from the same trained models. Top-1 is of the
+test images, perplexity of held-out text, both after the last step. FLOPs are those of one training,
+or of one stage. Minutes are of machines that did other work.
+"""
 
 
-# The file.
+class Sweep(NamedTuple):
+    """The runs of one table."""
+
+    question: Question
+    rows: Any  # DataFrame of all runs
+    best: Any  # of those at the best rate of their variant
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the variants that have run, in the order of the question."""
+        order = {each.name: place for place, each in enumerate(self.question.variants)}
+        return sorted(self.best["variant"].unique(), key=lambda name: order.get(name, len(order)))
+
+    @property
+    def means(self) -> Any:
+        """Mean result of each variant."""
+        return self.best.groupby("variant")[self.question.metric].mean()
+
+    @property
+    def seeds(self) -> int:
+        """Number of seeds of most variants."""
+        return int(self.best.groupby("variant").size().mode().max())
+
+    def label(self, name: str) -> str:
+        """Return the label of a variant; one that the question no longer has keeps its name."""
+        return {each.name: each.label for each in self.question.variants}.get(name, name)
+
+    def compared(self, one: str, other: str) -> str:
+        """Format a difference: in bold beyond its interval, if no rate is at the end of a grid."""
+        value, width = difference(self.best, one, other, self.question.metric)
+        text = f"{value:+.2f} ± {width:.2f}".replace("-", "−")
+        at_end = self.best.loc[self.best["variant"].isin([one, other]), "at_end"].any()
+        return f"**{text}**" if abs(value) > width and not at_end else text
 
 
-def read(path: Path | io.StringIO = RESULTS) -> pd.DataFrame:
-    """Read one row a run; a run that answers other questions ``also`` is repeated, by its index.
+def sweeps(rows: pd.DataFrame) -> dict[str, Sweep]:
+    """Group the runs into sweeps, by question, base and options, in the order of the file."""
+    asked, found = questions(), {}
+    for about, own in rows.groupby(SWEEP, sort=False):
+        name, base, options = map(str, about)  # type: ignore[arg-type]
+        question = asked.get(name) or Question(name, name, "", ())
+        best = at_best(own, question.metric, higher=question.higher_is_better)
+        key = f"{name}/{base}"
+        key = f"{key}/{options.replace(' ', '/')}" if key in found else key
+        found[key] = Sweep(question, own, best)
+    return found
 
-    Columns of ``results.csv`` that are not what they seem: ``start`` is the variant from which the
-    run goes on; ``selected_on`` is empty where no rate was chosen, else the images or the text by
-    which the first seed chose it: ``test``, or ``held-out``, on which alone that seed is measured;
-    ``seconds`` is empty for a run that was interrupted; perplexities are of held-out text.
+
+def questions() -> dict[str, Question]:
+    """Import the questions of all files."""
+    asked = {}
+    for path in sorted(FOLDER.glob("*.py")):
+        if re.search("^QUESTIONS", path.read_text(encoding="utf-8"), re.MULTILINE):
+            asked |= {each.name: each for each in import_module(path.stem).QUESTIONS}
+    return asked
+
+
+def markdown(columns: Mapping[str, Iterable[str]]) -> str:
+    """Render a table from its columns by heading."""
+    lines = [columns, ["---"] * len(columns), *zip(*columns.values(), strict=True)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def cells(values: Any, form: str) -> list[str]:
+    """Format numbers; a missing one is an empty cell."""
+    return ["" if value != value else form.format(value) for value in values]
+
+
+def table(sweep: Sweep, names: Sequence[str]) -> tuple[str, str]:
+    """Render a table of some variants, and what is the same in all of its rows."""
+    runs = sweep.best.groupby("variant")
+    first, mean = runs.first().loc[names], runs.mean(numeric_only=True).loc[names]
+    length = "epochs" if first["epochs"].notna().any() else "iterations"
+    ends = first["at_end"].map({True: "*", False: ""})
+    columns = {
+        "trained on": cells(first["text"], "{}"),
+        "parameters": cells(first["parameters"], "{:,.0f}"),
+        "grown to": cells(first["grown_to"], "{:,.0f}"),
+        "trained parameters": cells(first["trainable"], "{:,.0f}"),
+        "rate": list(first["lr"].map("{:g}".format) + ends),
+        length: cells(first[length], "{:,.0f}"),
+        "10¹² FLOPs": cells(mean["flops"] / 1e12, "{:.3g}"),
+        "n": cells(runs.size().loc[names], "{}"),
+        "minutes": cells(mean["seconds"] / 60, "{:.1f}"),
+    }
+    same = {key: values[0] for key, values in columns.items() if len({*values}) == 1}
+    columns = {key: values for key, values in columns.items() if key not in same}
+    texts = [name for name in mean.filter(like="perplexity/") if mean[name].notna().all()]
+    for name in texts if len(texts) > 1 else [sweep.question.metric]:
+        heading = name.replace("top1", "top-1 %").replace("perplexity/", "")
+        columns[heading] = cells(mean[name], "{:.2f}")
+    own = {each.name: each for each in sweep.question.variants if each.name in names}
+    if any(each.paper for each in own.values()):
+        columns["paper"] = [str(own[name].paper or "") for name in names]
+    pairs = {name: [o for o in own[name].compare if o in names] for name in own}
+    if any(pairs.values()):
+        columns["difference"] = [
+            "; ".join(f"{sweep.compared(name, o)} to {sweep.label(o)}" for o in pairs.get(name, ()))
+            for name in names
+        ]
+    shared = ", ".join(f"{key} {value}" for key, value in same.items() if value)
+    return markdown({"": [sweep.label(name) for name in names], **columns}), shared
+
+
+def by_size(sweep: Sweep, names: Sequence[str]) -> tuple[Any, Any]:
+    """Return the mean of each way to get a model of a share of the pairs, and the way's FLOPs.
+
+    A way is several variants with names such as ``alone_25``, or a variant that is measured at
+    several sizes, in columns such as ``top1_at_0.25``.
     """
-    rows = pd.read_csv(path, dtype=str, keep_default_na=False)  # 7e196e7 is a commit
-    numbers = rows.columns.difference(_TEXTS)
-    rows[numbers] = rows[numbers].apply(pd.to_numeric)
-    others = rows.assign(also=rows["also"].str.split()).explode("also").dropna(subset=["also"])
-    parts = others["also"].astype(str).str.split("/").str
-    return pd.concat([rows, others.assign(question=parts[0], variant=parts[1])])
+    parts: list[Any] = []
+    own = sweep.best[sweep.best["variant"].isin(names)]
+    label = own["variant"].map(sweep.label)
+    share = own["variant"].str.extract("_(25|50|75|100)$")[0].astype(float) / 100
+    way = label.where(share.isna(), label.str.rpartition(", ")[0])
+    for column in own:
+        if match := re.fullmatch(r"(top1|pruned|top_k)(?:_at_(.+))?", column):
+            size = float(match[2]) if match[2] else share.fillna(1)
+            how = "" if match[1] == "top1" else f", {match[1].replace('_', '-')}"
+            part = own.assign(way=way + how, size=size, value=own[column])
+            parts.append(part.dropna(subset=["value"]))
+    long: Any = pd.concat(parts)
+    flops = long.groupby(["way", "variant"])["flops"].mean().groupby("way").sum()
+    return long.pivot_table("value", "way", "size", sort=False), flops
 
 
-def append(
-    row: Mapping[str, Any], curves: pd.DataFrame, results: Path = RESULTS, path: Path = CURVES
-) -> None:
-    """Add a finished run, whole or not at all, also while other runs end.
-
-    Args:
-        row: Values by column; columns that are left out stay empty.
-        curves: Columns ``kind`` ("loss", "top1", ...), ``x`` (the iteration), ``value`` and
-            ``layer`` (empty, or a module's name).
-        results: The CSV; a new one gets the columns of ``results.csv``.
-        path: The Parquet file of curves.
-
-    Raises:
-        ValueError: If a column is unknown or missing, or the run is already there.
-    """
-    with FileLock(f"{results}.lock"):
-        header = RESULTS.read_text(encoding="utf-8").partition("\n")[0] + "\n"
-        old = results.read_text(encoding="utf-8") if results.exists() else header
-        columns = next(csv.reader(old.splitlines()))
-        if unknown := sorted(row.keys() - set(columns)):
-            raise ValueError(f"{results} has no column {unknown}: add it at the end of the header")
-        if missing := sorted(name for name in _NEEDED if row.get(name) is None):
-            raise ValueError(f"a row of {results} needs {missing}, but got {dict(row)}")
-        name = {key: row[key] for key in RUN}
-        if not _of(read(io.StringIO(old)), name).empty:
-            raise ValueError(f"{results} already has the run {name}: remove its line to replace it")
-        known = pd.read_parquet(path if path.exists() else CURVES)
-        new = curves.assign(**name)[known.columns].astype(known.dtypes)
-        known = known.drop(_of(known, name).index) if path.exists() else known.iloc[:0]
-        _replace(path, pd.concat([known, new]).to_parquet(index=False, compression="zstd"))
-        line = io.StringIO()
-        csv.writer(line, lineterminator="\n").writerow(row.get(column) for column in columns)
-        _replace(results, f"{old}{line.getvalue()}".encode())
+def sizes_table(sweep: Sweep, names: Sequence[str]) -> str:
+    """Render the results at each size; in bold where they differ from those of the first row."""
+    sizes, flops = by_size(sweep, names)
+    width = noise(sweep.best, "top1").half_width(sweep.seeds, sweep.seeds)
+    columns = {"": list(sizes.index), "10¹² FLOPs": cells(flops[sizes.index] / 1e12, "{:.3g}")}
+    for size, values in sizes.items():
+        bold = ["**" * b for b in (values - values.iloc[0]).abs() > width]
+        both = zip(cells(values, "{:.2f}"), bold, strict=True)
+        columns[f"top-1 % at {size:g}"] = [f"{mark}{text}{mark}" for text, mark in both]
+    return markdown(columns)
 
 
-def _of(rows: pd.DataFrame, name: Mapping[str, Any]) -> pd.DataFrame:
-    """Return the rows of one run."""
-    return rows.loc[(rows[RUN] == pd.Series(name)[RUN]).all(axis=1)]
+def caption(sweep: Sweep, shared: str) -> str:
+    """Say how the runs of a table were made, and how far apart two means must be."""
+    rows, one, n = sweep.rows, sweep.rows.iloc[0], sweep.seeds
+    text = f"`{one['base']}`" + (f", `{one['options']}`" if one["options"] else "")
+    text += f": {one['hardware']}, {one['dtype']}, {rows['examples'].max():,.0f} examples, "
+    text += f"{one['batch_size']:.0f} a step, {shared}. "
+    chosen = {"": "", "held-out": "Rates were chosen on held-out training data. "}
+    chosen["test"] = "Rates were chosen on test data: seed 0's result chose and also counts. "
+    text += "".join(chosen[data] for data in rows["selected_on"].unique())
+    for what, pooled in (("", noise), (" from the same models", paired_noise)):
+        own = pooled(sweep.best, sweep.question.metric)
+        if own.degrees:
+            text += f"σ of runs{what} {own.sigma:#.2g} ({own.degrees} degrees of freedom), two "
+            text += f"means of {n} differ beyond {own.half_width(n, n):#.2g}. "
+    commits, versions = ([*rows[key].unique()] for key in ("commit", "torch"))
+    text += f"Commit {', '.join(commits)}; torch {', '.join(versions)}."
+    mixed = len(commits) > 1 or len(versions) > 1 or "dirty" in "".join(commits)
+    return text + (" **Not one commit, one torch and a clean tree.**" if mixed else "")
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file in one step, so that an interruption leaves the old one."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_bytes(content)
-    os.replace(part, path)
+def tables(found: Mapping[str, Sweep]) -> str:
+    """Render TABLES.md."""
+    text, title = INTRODUCTION, ""
+    for sweep in found.values():
+        if sweep.question.title != title:
+            title = sweep.question.title
+            asked = sweep.question.text.strip().partition("\n\n")[0]
+            text += f"\n## {title}\n{' '.join(asked.split())}"
+        body, shared = table(sweep, sweep.names)
+        if sweep.best.filter(like="_at_").notna().any(axis=None):
+            body = sizes_table(sweep, sweep.names)
+        text += f"\n{caption(sweep, shared)}\n\n{body}"
+    return text
 
 
-# The statistics.
+def differences(found: Mapping[str, Sweep], text: str, folder: Path) -> str:
+    """Render two variants and their difference a row, with a link to their table."""
+    headings, *lines = text.splitlines()
+    rows = [["", *map(str.strip, headings.split("|")), "difference"]]
+    for key, one, other, label in (line.split(maxsplit=3) for line in lines):
+        sweep = found[key]
+        anchor = re.sub(r"[^\w\- ]", "", sweep.question.title).lower().replace(" ", "-")
+        link = f"[{label}]({Path(os.path.relpath(TABLES, folder)).as_posix()}#{anchor})"
+        rows.append([link, *cells(sweep.means[[one, other]], "{:.2f}"), sweep.compared(one, other)])
+    return markdown({column[0]: column[1:] for column in zip(*rows, strict=True)})
 
 
-class Noise(NamedTuple):
-    """Standard deviation of a run's result by its seed."""
-
-    sigma: float
-    degrees: int  # of freedom
-
-    def half_width(self, *counts: int) -> float:
-        """Half width of the 95 % interval of a mean of n runs, or of the difference of two."""
-        if not self.degrees:
-            return float("nan")
-        spread = self.sigma * sum(1 / count for count in counts) ** 0.5
-        return float(student.ppf(0.975, self.degrees)) * spread
-
-
-def best_rates(rows: pd.DataFrame, metric: str, *, higher: bool) -> pd.Series:
-    """Return the rate of each variant of a sweep that is best for the first seed."""
-    first = rows.loc[rows["seed"] == rows["seed"].min()].dropna(subset=[metric])
-    ranked = first.sort_values(metric, ascending=not higher, kind="stable")
-    return ranked.drop_duplicates("variant").set_index("variant")["lr"]
+def converted(names: Sequence[str] = (), path: Path = FOLDER / "from_vit.csv") -> str:
+    """Render what trained ViTs keep when they are converted; each ± is of its own seeds."""
+    rows: Any = pd.read_csv(path)
+    rows["name"] = rows["name"].str.partition(" data ")[0]
+    rows = rows[rows["name"].isin(names or rows["name"]) & (rows["part"] != "train")]
+    rows["what"] = rows["name"] + ", " + rows["dtype"] + ", " + rows["variant"]
+    seeds = rows.groupby(["what", "model", "seed"], sort=False)["value"].mean()
+    stats = seeds.groupby(["what", "model"], sort=False).agg(["mean", "std", "count"])
+    texts = {}
+    for key, mean, std, count in stats.itertuples():
+        width = Noise(std, count - 1).half_width(count)
+        text = f"{mean:.4g}" if mean < 1e5 else f"{mean:,.0f}"
+        texts[key] = f"{text} ± {width:.2g}" if width > 0 else text
+    columns = pd.Series(texts).unstack(sort=False).fillna("")
+    return markdown({"": list(columns.index), **{name: columns[name] for name in columns}})
 
 
-def at_best(rows: pd.DataFrame, metric: str, *, higher: bool) -> pd.DataFrame:
-    """Return the runs that count: those at the best rate of their variant.
+def fill(text: str, found: Mapping[str, Sweep], folder: Path) -> str:
+    """Render the tables between the markers of a page."""
 
-    ``at_end`` tells whether this rate is the largest or the smallest of several that were tried.
-    """
-    rates = rows["variant"].map(best_rates(rows, metric, higher=higher))
-    tried = rows[["variant"]].join(rows.groupby("variant")["lr"].agg(["min", "max"]), on="variant")
-    at_end = (rates == tried["min"]) | (rates == tried["max"])
-    rows = rows.assign(at_end=at_end & (tried["min"] < tried["max"]))
-    chose = (rows["selected_on"] == "held-out") & (rows["seed"] == rows["seed"].min())
-    return rows.loc[(rows["lr"] == rates) & ~chose].dropna(subset=[metric])
+    def render(match: re.Match[str]) -> str:
+        key, *names = match[3].split()
+        kinds = {
+            "table": lambda: table(found[key], names)[0],
+            "sizes": lambda: sizes_table(found[key], names),
+            "differences": lambda: differences(found, match[3].strip(), folder),
+            "converted": lambda: converted([key, *names]),
+        }
+        return f"{match[1]}{kinds[match[2]]()}{match[4]}"
 
-
-def noise(best: pd.DataFrame, metric: str) -> Noise:
-    """Pool the deviation of seeds over the variants of a sweep.
-
-    Variants that go on from the same models are not independent: they count once.
-    """
-    own = best.loc[~best.index.duplicated()]
-    family = own["start"].where(own["start"].isin(own["variant"]), own["variant"])
-    variants = own.groupby([family.rename("family"), "variant"])[metric].agg(["var", "count"])
-    families = variants.dropna().groupby("family").mean()
-    degrees = families["count"] - 1
-    total = degrees.sum()
-    return Noise(float((families["var"] * degrees).sum() / max(total, 1)) ** 0.5, int(total))
+    marked = r"(<!-- (table|sizes|differences|converted) (.+?)-->\n).*?(<!-- end -->)"
+    return re.sub(marked, render, text, flags=re.DOTALL)
 
 
-def paired_noise(best: pd.DataFrame, metric: str) -> Noise:
-    """Pool what is left of the deviation after the model that a seed's runs go on from.
+def main() -> None:
+    """Write all files, or check those that are text."""
+    parser = argparse.ArgumentParser(description="Render tables and charts of ablations.")
+    parser.add_argument("--check", action="store_true", help="fail if a table is out of date")
+    check = parser.parse_args().check
+    found = sweeps(read())
+    texts = {TABLES: tables(found)}
+    texts |= {page: fill(page.read_text(encoding="utf-8"), found, page.parent) for page in PAGES}
+    for path, text in texts.items():
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            if check:
+                sys.exit(f"{path} is out of date: run python ablations/report.py")
+            path.write_text(text, encoding="utf-8")
+    if not check:
+        import_module("charts").draw(found)
 
-    These are the residuals of ``variant + seed`` over the variants with the same start.
-    """
-    squares, degrees = 0.0, 0
-    going_on = best[best["start"].isin(best["variant"]) & ~best.index.duplicated()]
-    for _, group in going_on.groupby("start"):
-        table = group.pivot(index="seed", columns="variant", values=metric).dropna(axis=1)
-        rest = table.sub(table.mean(axis=1), axis=0)
-        squares += float(((rest - rest.mean()) ** 2).to_numpy().sum())
-        degrees += (table.shape[0] - 1) * max(table.shape[1] - 1, 0)
-    return Noise((squares / max(degrees, 1)) ** 0.5, degrees)
 
-
-def difference(best: pd.DataFrame, one: str, other: str, metric: str) -> tuple[float, float]:
-    """Return the difference of two variants' means, and the half width of its 95 % interval.
-
-    Seeds are paired only if both variants go on from the same model of each seed.
-    """
-    mine, theirs = (best[best["variant"] == name] for name in (one, other))
-    starts = {*mine["start"], *theirs["start"]}
-    if len(starts) == 1 and starts <= set(best["variant"]):
-        steps = mine.set_index("seed")[metric].sub(theirs.set_index("seed")[metric]).dropna()
-        width = paired_noise(best, metric).half_width(len(steps), len(steps))
-        return float(steps.mean()), width
-    width = noise(best, metric).half_width(len(mine), len(theirs))
-    return float(mine[metric].mean() - theirs[metric].mean()), width
+if __name__ == "__main__":
+    main()

@@ -117,7 +117,7 @@ def _filled(path: Path, root: Path, groups: Groups) -> str:
         "language-speed": lambda: _language_speed(root, link),
         "growth": lambda: _growth(IMAGES, groups, link),
         "language-growth": lambda: _growth(LANGUAGE, groups, link),
-        "from-vit": lambda: converted_vits(root / "ablations/results/from_vit.csv"),
+        "from-vit": lambda: converted_vits(root / "ablations/from_vit.csv"),
     }
     return re.sub(
         r"(<!-- ([\w-]+) -->\n).*?(<!-- /\2 -->)",

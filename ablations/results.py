@@ -1,0 +1,154 @@
+"""The results of ablations: one row of ``results.csv`` is one run; its curves are in a second file.
+
+``curves.parquet`` has them over the iterations ``x``, by ``kind``: "loss", validation such as
+"top1", and, for each ``layer``, measurements such as "entropy".
+
+Columns of ``results.csv`` that are not what they seem: ``also`` names other questions and variants
+that the run answers; ``start`` is the variant from which it goes on; ``selected_on`` is empty where
+no rate was chosen, else what seed 0 chose it on: "test", or "held-out", and then seed 0 is measured
+there; ``seconds`` is empty for a run that was interrupted; perplexities are of held-out text.
+"""
+
+import csv
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+from filelock import FileLock
+from scipy.stats import t as student
+
+FOLDER = Path(__file__).parent
+RESULTS, CURVES = FOLDER / "results.csv", FOLDER / "curves.parquet"
+SWEEP = ["question", "base", "options"]  # the runs of one table; options: --cfg-options
+RUN = [*SWEEP, "variant", "lr", "seed"]  # the name of a run
+_ABOUT = ["commit", "torch", "date", "hardware", "dtype"]
+_TEXTS = [*SWEEP, "variant", "also", "start", "text", "selected_on", "cpu", *_ABOUT]
+
+
+def read(path: Path | io.StringIO = RESULTS) -> pd.DataFrame:
+    """Read one row a run; a run that answers ``also`` others is repeated, with the same index."""
+    rows = pd.read_csv(path, dtype=str, keep_default_na=False)  # 7e196e7 is a commit
+    numbers = rows.columns.difference(_TEXTS)
+    rows[numbers] = rows[numbers].apply(pd.to_numeric)
+    others = rows.assign(also=rows["also"].str.split()).explode("also").dropna(subset=["also"])
+    parts = others["also"].astype(str).str.split("/").str
+    return pd.concat([rows, others.assign(question=parts[0], variant=parts[1])])
+
+
+def append(
+    row: Mapping[str, Any], curves: pd.DataFrame, results: Path = RESULTS, path: Path = CURVES
+) -> None:
+    """Add a finished run and its curves (kind, x, value, layer), also while other runs end.
+
+    A new file gets the columns of ``results.csv``. A run is added whole or not at all, and once.
+    """
+    with FileLock(f"{results}.lock"):
+        header = RESULTS.read_text(encoding="utf-8").partition("\n")[0] + "\n"
+        old = results.read_text(encoding="utf-8") if results.exists() else header
+        columns = next(csv.reader(old.splitlines()))
+        if unknown := sorted(row.keys() - set(columns)):
+            raise ValueError(f"{results} has no column {unknown}: add it at the end of the header")
+        needed = {*RUN, *_ABOUT, "iterations", "parameters"}
+        if missing := sorted(name for name in needed if row.get(name) is None):
+            raise ValueError(f"a row of {results} needs {missing}, but got {dict(row)}")
+        name = {key: row[key] for key in RUN}
+        if not _of(read(io.StringIO(old)), name).empty:
+            raise ValueError(f"{results} already has the run {name}: remove its line to replace it")
+        known = pd.read_parquet(path if path.exists() else CURVES)
+        new = curves.assign(**name)[known.columns].astype(known.dtypes)
+        known = known.drop(_of(known, name).index) if path.exists() else known.iloc[:0]
+        line = io.StringIO()
+        csv.writer(line, lineterminator="\n").writerow(row.get(column) for column in columns)
+        _replace(path, pd.concat([known, new]).to_parquet(index=False, compression="zstd"))
+        _replace(results, f"{old}{line.getvalue()}".encode())
+
+
+def _of(rows: pd.DataFrame, name: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the rows of one run."""
+    return rows.loc[(rows[RUN] == pd.Series(name)[RUN]).all(axis=1)]
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file in one step, so that an interruption leaves the old one."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(content)
+    os.replace(part, path)
+
+
+class Noise(NamedTuple):
+    """Standard deviation of a run's result by its seed."""
+
+    sigma: float
+    degrees: int  # of freedom
+
+    def half_width(self, *counts: int) -> float:
+        """Half width of the 95 % interval of a mean of n runs, or of the difference of two."""
+        spread = self.sigma * sum(1 / count for count in counts) ** 0.5
+        return float(student.ppf(0.975, self.degrees)) * spread  # NaN without a degree of freedom
+
+
+def best_rates(rows: pd.DataFrame, metric: str, *, higher: bool) -> pd.Series:
+    """Return the rate of each variant of a sweep that is best for the first seed."""
+    first = rows.loc[rows["seed"] == rows["seed"].min()].dropna(subset=[metric])
+    ranked = first.sort_values(metric, ascending=not higher, kind="stable")
+    return ranked.drop_duplicates("variant").set_index("variant")["lr"]
+
+
+def at_best(rows: pd.DataFrame, metric: str, *, higher: bool) -> pd.DataFrame:
+    """Return the runs that count: those at the best rate of their variant.
+
+    ``at_end`` tells whether this rate is the largest or the smallest of several that were tried.
+    """
+    rates = rows["variant"].map(best_rates(rows, metric, higher=higher))
+    tried = rows[["variant"]].join(rows.groupby("variant")["lr"].agg(["min", "max"]), on="variant")
+    at_end = (rates == tried["min"]) | (rates == tried["max"])
+    rows = rows.assign(at_end=at_end & (tried["min"] < tried["max"]))
+    chose = (rows["selected_on"] == "held-out") & (rows["seed"] == rows["seed"].min())
+    return rows.loc[(rows["lr"] == rates) & ~chose].dropna(subset=[metric])
+
+
+def noise(best: pd.DataFrame, metric: str) -> Noise:
+    """Pool the deviation of seeds over the variants of a sweep.
+
+    Variants that go on from the same models are not independent: they count once.
+    """
+    own = best.loc[~best.index.duplicated()]
+    family = own["start"].where(own["start"].isin(own["variant"]), own["variant"])
+    variants = own.groupby([family.rename("family"), "variant"])[metric].agg(["var", "count"])
+    families = variants.dropna().groupby("family").mean()
+    degrees = families["count"] - 1
+    total = degrees.sum()
+    return Noise(float((families["var"] * degrees).sum() / max(total, 1)) ** 0.5, int(total))
+
+
+def paired_noise(best: pd.DataFrame, metric: str) -> Noise:
+    """Pool what is left of the deviation after the model that a seed's runs go on from.
+
+    These are the residuals of ``variant + seed`` over the variants with the same start.
+    """
+    squares, degrees = 0.0, 0
+    going_on = best[best["start"].isin(best["variant"]) & ~best.index.duplicated()]
+    for _, group in going_on.groupby("start"):
+        table = group.pivot(index="seed", columns="variant", values=metric).dropna(axis=1)
+        rest = table.sub(table.mean(axis=1), axis=0)
+        squares += float(((rest - rest.mean()) ** 2).to_numpy().sum())
+        degrees += (table.shape[0] - 1) * max(table.shape[1] - 1, 0)
+    return Noise((squares / max(degrees, 1)) ** 0.5, degrees)
+
+
+def difference(best: pd.DataFrame, one: str, other: str, metric: str) -> tuple[float, float]:
+    """Return the difference of two variants' means, and the half width of its 95 % interval.
+
+    Seeds are paired only if both variants go on from the same model of each seed.
+    """
+    mine, theirs = (best[best["variant"] == name] for name in (one, other))
+    starts = {*mine["start"], *theirs["start"]}
+    if len(starts) == 1 and starts <= set(best["variant"]):
+        steps = mine.set_index("seed")[metric].sub(theirs.set_index("seed")[metric]).dropna()
+        width = paired_noise(best, metric).half_width(len(steps), len(steps))
+        return float(steps.mean()), width
+    width = noise(best, metric).half_width(len(mine), len(theirs))
+    return float(mine[metric].mean() - theirs[metric].mean()), width
