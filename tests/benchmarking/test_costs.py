@@ -7,7 +7,6 @@ import timm
 import torch
 from timm.layers import SwiGLU
 from timm.models.vision_transformer import ParallelScalingBlock
-from torch import nn
 
 from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total, training_flops
 from tokenformer_vit.benchmarking.measures import counted_flops
@@ -131,13 +130,6 @@ def test_a_transformer(positions, tie):
     assert costs["output"].parameters == 2 * (24 + 1) * 24
 
 
-def test_one_of_transformers_within_another_module():
-    lm = pytest.importorskip("tokenformer_vit.language", exc_type=ImportError)
-    model = lm.TokenFormerForCausalLM(lm.TokenFormerConfig(**SHAPE, rotary_share=0.5))
-    whole = nn.ModuleDict({"model": model, "other": nn.Linear(3, 3)})
-    assert model_costs(whole, 9) == model_costs(language(), 9)
-
-
 @pytest.mark.parametrize("make", [lambda: vision("tokenformer_tiny", **PAIRS), language])
 def test_growth_and_pairs_that_are_not_read(make):
     model = make()
@@ -169,10 +161,3 @@ def test_other_lengths_are_those_of_other_images():
 def test_models_of_other_kinds(name, kwargs, said):
     with torch.device("meta"), pytest.raises(InputError, match=said):
         training_flops(timm.create_model(name, **kwargs))
-
-
-def test_other_models_of_transformers():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_embd=24, n_layer=1, n_head=3, add_cross_attention=True)
-    with torch.device("meta"), pytest.raises(InputError, match="without cross-attention"):
-        model_costs(transformers.GPT2LMHeadModel(config))

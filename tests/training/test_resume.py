@@ -259,47 +259,38 @@ def test_workers_survive_the_signals_of_a_job(train, tmp_path, monkeypatch):
     assert (tmp_path / "survived").exists()
 
 
+def rates(work_dir):
+    return {step: record["lr"] for step, record in scalars(work_dir)[0].items()}
+
+
 def lines_of(output):
     """List the differences of which the log warns."""
     return re.findall(r"^  (\S+(?: \S+)*?): (.*) -> (.*)$", output, re.MULTILINE)
 
 
-def test_a_run_is_extended_at_another_rate_and_says_so(train, run, tmp_path):
-    longer = ("train_cfg.max_epochs=5", "optim_wrapper.optimizer.lr=5e-4")
-    output = train(run, "--resume", "--cfg-options", *longer)
+def test_a_run_is_extended_at_another_rate_and_says_so(train, tmp_path):
+    """Within an epoch and after its end; with a scaled floor of the rate."""
+    options = ("--auto-scale-lr", "--cfg-options", *BY_ITERATION[:2])
+    options += ("default_hooks.checkpoint.max_keep_ckpts=-1",)
+    longer = (*options, "train_cfg.max_epochs=5", "optim_wrapper.optimizer.lr=5e-4")
+    train(tmp_path / "short", *options)
+    train(tmp_path / "whole", *longer)
+    rest, run = tmp_path / "rest", tmp_path / "short"
+    train(rest, "--resume", str(run / "iter_8.pth"), *longer)
+    output = train(run, "--resume", *longer)
     assert lines_of(output) == [
         ("optim_wrapper.optimizer.lr", "0.001", "0.0005"),
         ("train_cfg.max_epochs", "3", "5"),
     ]
-    train(tmp_path / "whole", "--cfg-options", *longer)
-    (train_log, _), (expected, _) = scalars(run), scalars(tmp_path / "whole")
-    assert list(train_log) == list(range(1, 31))
-    for step in range(19, 31):  # the rate of a run that had this config from its start
-        assert train_log[step]["lr"] == pytest.approx(expected[step]["lr"], rel=1e-6)
+    # The rates of a run that had this config from its start.
+    expected = rates(tmp_path / "whole")
+    for folder, start in ((rest, 8), (run, 18)):
+        found = {n: rate for n, rate in rates(folder).items() if n > start}
+        assert found == pytest.approx({n: expected[n] for n in range(start + 1, 31)}, rel=1e-6)
     (change,) = json.loads((run / "record.json").read_text())["config_changes"]
     assert change["iteration"] == 18
     assert change["changes"]["train_cfg.max_epochs"] == [3, 5]
-    again = train(run, "--resume", "--cfg-options", *longer)
-    assert not lines_of(again)
-
-
-def test_the_rate_also_changes_before_an_epoch_ends_and_with_a_scaled_floor(train, tmp_path):
-    options = (
-        "--auto-scale-lr",
-        "--cfg-options",
-        BY_ITERATION[0],
-        "default_hooks.checkpoint.interval=6",
-    )
-    train(tmp_path / "one", *options)
-    options += ("optim_wrapper.optimizer.lr=5e-4",)
-    train(tmp_path / "two", "--resume", str(tmp_path / "one" / "iter_6.pth"), *options)
-    train(tmp_path / "whole", *options)
-    rates, expected = (
-        {step: line["lr"] for step, line in scalars(tmp_path / name)[0].items() if step > 6}
-        for name in ("two", "whole")
-    )
-    assert len(rates) == 12
-    assert rates == pytest.approx(expected, rel=1e-6)
+    assert not lines_of(train(run, "--resume", *longer))
 
 
 def test_a_run_goes_on_with_twice_the_images_in_half_the_batches(train, tmp_path):
@@ -317,8 +308,7 @@ def test_a_lower_rate_helps_a_run_that_diverges(train, tmp_path):
     words = ("--cfg-options", "param_scheduler=[]", "optim_wrapper.optimizer.lr=1e-3")
     train(tmp_path, *words, "train_cfg.max_epochs=2")
     train(tmp_path, "--resume", *words[:2], "optim_wrapper.optimizer.lr=1e-4")
-    train_log, _ = scalars(tmp_path)
-    assert {record["lr"] for step, record in train_log.items() if step > 12} == {1e-4}
+    assert {rate for step, rate in rates(tmp_path).items() if step > 12} == {1e-4}
 
 
 @pytest.mark.slow
