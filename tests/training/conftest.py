@@ -5,7 +5,8 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,23 +168,12 @@ def train(config, data_root, command) -> Train:
     return Train(config, data_root, command)
 
 
-class Trained(NamedTuple):
-    """A finished run of two epochs, to read and not to change.
-
-    Args:
-        work_dir: Folder of the run.
-        output: Printed lines.
-        config: Config of the run.
-    """
-
-    work_dir: Path
-    output: str
-    config: Path
-
-
 @pytest.fixture(scope="session")
-def trained(train, config, tmp_path_factory) -> Trained:
-    """Train under autocast, with a learning rate at which two epochs separate the classes."""
+def trained(train, config, tmp_path_factory) -> SimpleNamespace:
+    """Train under autocast, with a learning rate at which two epochs separate the classes.
+
+    The run is finished, to be read and not to be changed.
+    """
     work_dir = tmp_path_factory.mktemp("trained") / "small_run"
     output = train(
         work_dir,
@@ -191,7 +181,7 @@ def trained(train, config, tmp_path_factory) -> Trained:
         *("optim_wrapper.optimizer.lr=5e-3", "default_hooks.ema.momentum=0.5"),
         *("optim_wrapper.accumulative_counts=2",),
     )
-    return Trained(work_dir, output, config)
+    return SimpleNamespace(work_dir=work_dir, output=output, config=config)
 
 
 def _report(answers, meet: Callable, work: Callable, rank: int) -> None:

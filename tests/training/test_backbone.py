@@ -163,15 +163,6 @@ def test_fine_tuning_starts_from_an_exported_file(tmp_path, cfg):
         build_untouched(model_name="tokenformer_tiny", checkpoint_path=path, depth=4)
 
 
-def test_blocks_are_compiled_on_request_and_the_export_is_not():
-    plain, compiled = (build(**TOKENFORMER, compile=compile) for compile in (False, True))
-    assert compiled.state_dict().keys() == plain.state_dict().keys()
-    for classifier, expected in ((plain, False), (compiled, True)):
-        blocks = classifier.backbone.model.blocks
-        assert all((block._compiled_call_impl is not None) is expected for block in blocks)
-    assert as_timm_model(compiled).blocks[0]._compiled_call_impl is None
-
-
 def trained(classifier):
     return {name for name, parameter in classifier.named_parameters() if parameter.requires_grad}
 

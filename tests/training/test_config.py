@@ -1,6 +1,5 @@
 """Configs are read, overridden and checked before a run starts."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -239,43 +238,6 @@ def test_images_are_not_lost_without_a_word(config, tmp_path, capsys):
         check_folders(cfg, ("train_dataloader",))
     with pytest.raises(InputError, match=r"there is no folder .*/val: give `--data-root`"):
         check_folders(cfg, ("val_dataloader",))
-
-
-def test_a_refused_run_leaves_the_config_of_the_first(train, trained, tmp_path):
-    folder = shutil.copytree(trained.work_dir, tmp_path / "run")  # a refused run adds its log
-    written = folder / trained.config.name
-    before = written.read_bytes()
-    words = ("--resume", "--cfg-options", "default_hooks.ema=None")
-    assert "averages its weights" in train.fails(folder, *words)
-    assert written.read_bytes() == before
-
-
-def test_a_model_for_several_labels_an_image_trains(own, data_root, tmp_path, command):
-    files = sorted(data_root.glob("train/*/*.png"))
-    labelled = [
-        {"img_path": str(file), "gt_label": [0, 2] if index % 2 else [1]}
-        for index, file in enumerate(files)
-    ]
-    listed = tmp_path / "labels.json"
-    listed.write_text(json.dumps({"metainfo": {"classes": "abc"}, "data_list": labelled}))
-    of_several = {"type": "MultiLabelDataset", "ann_file": str(listed), "_delete_": True}
-    of_several["pipeline"] = [{"type": "LoadImage"}, {"type": "PackInputs"}]
-    head = {"type": "MultiLabelLinearClsHead", "num_classes": 3, "in_channels": 24}
-    head["_delete_"] = True
-    config = own(
-        f"model = dict(head={head!r}, train_cfg=None)\n"
-        f"train_dataloader = dict(num_workers=0, dataset={of_several!r})\n"
-        f"val_dataloader = test_dataloader = dict(dataset={of_several!r})\n"
-        "val_evaluator = test_evaluator = dict(_delete_=True, type='AveragePrecision')\n"
-        "train_cfg = dict(max_epochs=1)\nparam_scheduler = []\n"
-        "default_hooks = dict(results=dict(export=False))"
-    )
-    run = tmp_path / "run"
-    done = command("train", config, "--work-dir", str(run))
-    assert done.status == 0, done.output
-    record = json.loads((run / "record.json").read_text())
-    assert "multi-label/mAP" in record
-    assert "export=False" in record["not_exported"]
 
 
 def test_an_image_of_another_size_is_named():

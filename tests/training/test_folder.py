@@ -225,14 +225,10 @@ def test_what_cannot_be_trained(data_root, tmp_path):
     refused("val has classes that .*train lacks: dork")
 
 
-def test_the_recipe_of_the_digits_is_that_of_their_config(tmp_path):
+def test_the_recipe_of_the_digits_is_that_of_their_config(tmp_path, generator):
     folder = tmp_path / "digits"
     for split, count in (("train", 144), ("val", 36)):
-        for label in range(10):
-            (folder / split / str(label)).mkdir(parents=True)
-            for index in range(count):
-                path = folder / split / str(label) / f"{index}.png"
-                Image.new("L", (8, 8), index).save(path)
+        write_images(folder / split, (8, 8), {str(n): count for n in range(10)}, generator)
     cfg = load_config(configure_folder(folder, tmp_path / "run", Start(), None))
     expected = load_config("digits_demo")
     for key in ("optim_wrapper", "param_scheduler", "train_cfg", "data_preprocessor"):

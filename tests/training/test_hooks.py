@@ -23,11 +23,7 @@ from tokenformer_vit.training.checkpoint import (
 )
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.data.mixing import LabelHead
-from tokenformer_vit.training.hooks import (
-    GuardHook,
-    ProgressHook,
-    check_weights,
-)
+from tokenformer_vit.training.hooks import GuardHook, ProgressHook, check_weights
 from tokenformer_vit.training.runner import run_training
 
 

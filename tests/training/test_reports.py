@@ -14,6 +14,8 @@ from tokenformer_vit.cli import export
 from tokenformer_vit.training import reports
 from tokenformer_vit.training.reports import draw_curves, read_scalars
 
+from .conftest import scalars
+
 CLASSES = ("bright", "dark", "split")  # the folders of conftest.py
 
 
@@ -90,51 +92,53 @@ def test_the_export_of_a_checkpoint_knows_data_and_recipe_but_no_results(trained
     assert "accuracy" not in card
 
 
-def test_the_validation_loss_is_the_cross_entropy_of_the_exported_model(trained, data_root):
-    """The export holds the averaged weights, with which the last validation was made."""
-    model = timm.create_model(f"local-dir:{trained.work_dir}", pretrained=True).eval()
-    transform = create_transform(**resolve_model_data_config(model))
-    files = sorted((data_root / "val").glob("*/*.png"))
-    images = torch.stack([transform(Image.open(file)) for file in files])
-    labels = torch.tensor([CLASSES.index(file.parent.name) for file in files])
-    with torch.no_grad():
-        expected = torch.nn.functional.cross_entropy(model(images), labels).item()
-    _, val = read_scalars(sorted(trained.work_dir.glob("*/vis_data/scalars.json")))
-    assert list(val) == [1, 2]
-    # The run validates in bfloat16; tests/cli/test_test.py compares in float32.
-    assert val[2]["cross_entropy"] == pytest.approx(expected, rel=2e-3)
-    assert val[1]["cross_entropy"] != pytest.approx(expected, rel=1e-2)
-
-
 def test_a_model_logs_to_the_backends_of_its_config(trained):
     """TensorBoard stands for W&B and MLflow, which are backends of the same visualizer."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     (folder,) = trained.work_dir.glob("*/vis_data")
     events = accumulator.EventAccumulator(str(folder))
     events.Reload()
-    scalars = read_scalars([folder / "scalars.json"])
-    for name, lines in zip(("loss", "accuracy/top1"), scalars, strict=True):
+    for name, lines in zip(("loss", "accuracy/top1"), scalars(trained.work_dir), strict=True):
         logged = {event.step: event.value for event in events.Scalars(name)}
         assert logged == pytest.approx({step: line[name] for step, line in lines.items()})
 
 
-def test_inferencer_agrees_with_the_export(config, trained, data_root, tmp_path):
-    inferencer = ImageClassificationInferencer(
-        model=str(config),
-        pretrained=str(trained.work_dir / "epoch_2.pth"),
-        device="cpu",
-    )
+@pytest.fixture
+def by_timm(trained):
+    """Compute the logits of the exported model for files, with timm alone."""
+    model = timm.create_model(f"local-dir:{trained.work_dir}", pretrained=True).eval()
+    transform = create_transform(**resolve_model_data_config(model))
+
+    @torch.no_grad()
+    def logits(files):
+        return model(torch.stack([transform(Image.open(file)) for file in files]))
+
+    return logits
+
+
+def test_the_validation_loss_is_the_cross_entropy_of_the_exported_model(
+    trained, data_root, by_timm
+):
+    """The export holds the averaged weights, with which the last validation was made."""
+    files = sorted((data_root / "val").glob("*/*.png"))
+    labels = torch.tensor([CLASSES.index(file.parent.name) for file in files])
+    expected = torch.nn.functional.cross_entropy(by_timm(files), labels).item()
+    _, val = scalars(trained.work_dir)
+    assert list(val) == [1, 2]
+    # The run validates in bfloat16; tests/cli/test_test.py compares in float32.
+    assert val[2]["cross_entropy"] == pytest.approx(expected, rel=2e-3)
+    assert val[1]["cross_entropy"] != pytest.approx(expected, rel=1e-2)
+
+
+def test_inferencer_agrees_with_the_export(config, trained, data_root, by_timm, tmp_path):
+    last = str(trained.work_dir / "epoch_2.pth")
+    inferencer = ImageClassificationInferencer(str(config), pretrained=last, device="cpu")
     assert tuple(inferencer.classes) == CLASSES  # the checkpoint's: the config names none
     large = np.random.default_rng(3).integers(0, 256, (31, 40, 3), dtype=np.uint8)
     Image.fromarray(large).save(tmp_path / "large.png")
     files = [data_root / "val" / name / "0.png" for name in CLASSES] + [tmp_path / "large.png"]
     results = inferencer([str(file) for file in files], batch_size=3)
-
-    model = timm.create_model(f"local-dir:{trained.work_dir}", pretrained=True).eval()
-    transform = create_transform(**resolve_model_data_config(model))
-    for file, result in zip(files, results, strict=True):
-        with torch.no_grad():
-            expected = model(transform(Image.open(file))[None]).softmax(-1)[0]
+    for expected, result in zip(by_timm(files).softmax(-1), results, strict=True):
         np.testing.assert_allclose(result["pred_scores"], expected, rtol=1e-4, atol=1e-6)
         assert result["pred_class"] == CLASSES[expected.argmax()]
     assert len({result["pred_class"] for result in results}) > 1

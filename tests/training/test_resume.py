@@ -352,6 +352,7 @@ def test_two_processes_follow_the_curve_of_one(train, own, tmp_path, more, how, 
 def test_other_data_other_weights_and_no_state_are_refused(train, run, data_root, tmp_path):
     root = shutil.copytree(data_root, tmp_path / "images")
     train(run, "--resume", "--data-root", str(root))  # moved
+    written = (run / "small.py").read_bytes()
     for index in range(3):
         (root / "train" / "dark" / f"{index}.png").unlink()  # as many iterations as before
     line = train.fails(run, "--resume", "--data-root", str(root))
@@ -367,6 +368,7 @@ def test_other_data_other_weights_and_no_state_are_refused(train, run, data_root
     assert "has only weights, not the state of a run" in line
     line = train.fails(run, "--resume", "--cfg-options", "default_hooks.ema=None")
     assert "has no EMAHook" in line
+    assert (run / "small.py").read_bytes() == written  # the config of the run
 
 
 def test_a_fine_tuning_needs_its_start_only_once(train, finished, own, tmp_path):

@@ -51,17 +51,6 @@ def test_repeated_augmentation_does_not_mix_an_image_with_its_copies():
     assert alone / (40 * 96) < 0.05
 
 
-def test_probabilities_leave_a_part_of_the_batches_as_they_are():
-    augments = {"augments": [MIXUP, CUTMIX], "probs": [0.3, 0.2]}
-    preprocessor = LabelPreprocessor(num_classes=4, batch_augments=augments)
-    kept = 0
-    for _ in range(60):
-        batch = {"inputs": numbered(4), "data_samples": torch.arange(4)}
-        images, scores = preprocessor(batch, training=True).values()
-        kept += bool((scores > 0).sum(1).max() == 1) and images.flatten(1).std(1).max() == 0
-    assert 10 < kept < 50
-
-
 @pytest.mark.parametrize("options", [{}, {"to_rgb": True}, {"pad_size_divisor": 8}])
 def test_images_are_normalised_as_by_mmpretrain(options):
     options = {"mean": [3.0, 50.0, 99.0], "std": [57.0, 58.0, 59.0], "num_classes": 5, **options}
