@@ -153,7 +153,6 @@ def test_other_lengths_are_those_of_other_images():
     ("name", "kwargs", "said"),
     [
         ("vit_tiny_patch16_224", {"global_pool": "map"}, "AttentionPoolLatent"),
-        ("vit_tiny_patch16_224", {"attn_layer": "diff"}, "DiffAttention"),
         ("vit_tiny_r_s16_p8_224", {}, "HybridEmbed"),
         ("vit_tiny_patch16_224", {"block_fn": ParallelScalingBlock}, "ParallelScalingBlock"),
     ],

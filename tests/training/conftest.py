@@ -14,6 +14,7 @@ import torch
 from mmengine.registry import DefaultScope
 from PIL import Image
 from torch.distributed import destroy_process_group, init_process_group
+from torch.multiprocessing import start_processes
 
 from tokenformer_vit.training.reports import read_scalars
 
@@ -132,10 +133,9 @@ class Train:
         return other
 
     def start(self, work_dir: Path, *extra: str, **how):
-        words = self._words(work_dir, extra)
-        return self.command.start(
-            "train", *words, environment=self.environment, stderr=subprocess.STDOUT, **how
-        )
+        words = ("train", *self.arguments, "--work-dir", work_dir, *extra)
+        how = {"environment": self.environment, "stderr": subprocess.STDOUT, **how}
+        return self.command.start(*words, **how)
 
     def __call__(self, work_dir: Path, *extra: str, launcher: tuple[str, ...] = ()) -> str:
         status, output = self._run(work_dir, extra, launcher)
@@ -149,9 +149,6 @@ class Train:
         assert "Traceback" not in output.replace("Original Traceback", "")
         return re.findall(r"^error: .*", output, re.MULTILINE)[-1]
 
-    def _words(self, work_dir: Path, extra: Sequence[str]) -> list[str]:
-        return [*self.arguments, "--work-dir", str(work_dir), *extra]
-
     def _run(
         self, work_dir: Path, extra: Sequence[str], launcher: tuple[str, ...] = ()
     ) -> tuple[int, str]:
@@ -159,7 +156,7 @@ class Train:
             process = self.start(work_dir, *extra, launcher=launcher)
             output, _ = process.communicate(timeout=240)
             return process.returncode, output
-        done = self.command("train", *self._words(work_dir, extra))
+        done = self.command("train", *self.arguments, "--work-dir", work_dir, *extra)
         return done.status, done.output
 
 
@@ -184,37 +181,25 @@ def trained(train, config, tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(work_dir=work_dir, output=output, config=config)
 
 
-def _report(answers, meet: Callable, work: Callable, rank: int) -> None:
-    torch.set_num_threads(1)  # a fork has no other threads of a pool that its parent has used
-    try:
-        meet(rank)
-        answers[rank] = work(rank)
-    except Exception as error:
-        answers[rank] = f"{type(error).__name__}: {error}"
-    destroy_process_group()
-
-
 @pytest.fixture
 def in_two_processes(tmp_path) -> Callable:
-    """Return what ``work(rank)`` returns in two processes that meet, or its error as text."""
+    """Return what ``work(rank)`` returns in two processes that meet; their errors are raised."""
 
     def meet_by_file(rank: int) -> None:
         store = f"file://{tmp_path}/store"
         init_process_group("gloo", init_method=store, rank=rank, world_size=2)
 
     def run(work: Callable, meet: Callable = meet_by_file) -> list[Any]:
-        context = torch.multiprocessing.get_context("fork")
-        with context.Manager() as manager:
+        def run_in_process(rank: int) -> None:
+            torch.set_num_threads(1)  # a fork has no other threads of its parent's pool
+            meet(rank)
+            answers[rank] = work(rank)
+            destroy_process_group()
+
+        with torch.multiprocessing.get_context("fork").Manager() as manager:
             answers = manager.dict()
-            processes = [
-                context.Process(target=_report, args=(answers, meet, work, rank))
-                for rank in range(2)
-            ]
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join(120)
-                process.kill()  # if it waits for the other one forever
+            # With one that fails, the other one ends.
+            start_processes(run_in_process, nprocs=2, start_method="fork")
             return [answers[0], answers[1]]
 
     return run

@@ -12,9 +12,8 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 from torch.distributed import HashStore, destroy_process_group, init_process_group
 
-from tokenformer_vit.errors import InputError
 from tokenformer_vit.training import distributed
-from tokenformer_vit.training.distributed import is_first, start_processes
+from tokenformer_vit.training.distributed import start_processes
 from tokenformer_vit.training.runner import Termination
 
 LAUNCHED = {
@@ -32,16 +31,6 @@ def environment():
             if name.startswith(("SLURM_", "OMPI_", "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE")):
                 del os.environ[name]
         yield os.environ
-
-
-@pytest.mark.parametrize("launcher", LAUNCHED)
-def test_the_first_process_of_each_launcher(environment, launcher):
-    assert is_first("none")
-    with pytest.raises(InputError, match=f"--launcher {launcher} needs {LAUNCHED[launcher][0]}"):
-        is_first(launcher)
-    for number in ("0", "1"):
-        environment[LAUNCHED[launcher][0]] = number
-        assert is_first(launcher) == (number == "0")
 
 
 @pytest.mark.parametrize("launcher", LAUNCHED)

@@ -103,9 +103,6 @@ def test_the_same_command_resumes_a_run_whatever_it_started_from(data_root, expo
     for other in (Start("vit_tiny_patch16_224"), Start(checkpoint=tmp_path / "other")):
         with pytest.raises(InputError, match="leave --model, --checkpoint"):
             configure_folder(data_root, tmp_path / "tuned", other, "auto")
-    configure_folder(data_root, tmp_path / "new", Start(), None)
-    with pytest.raises(InputError, match="leave --model, --checkpoint"):
-        configure_folder(data_root, tmp_path / "new", Start(freeze=True), "auto")
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,11 @@ def test_new_pairs_warm_up():
 @pytest.mark.parametrize(
     ("schedule", "how", "message"),
     [
-        ([{"num_ffn_param_tokens": 120}], {}, "needs"),
         ([{"epoch": 1, "embed_dim": 120}], {}, "unexpected keyword argument 'embed_dim'"),
         ([{"epoch": 3, "num_ffn_param_tokens": 120}], {}, "of 18, which leaves 0"),
         ([*SCHEDULE, {"iteration": 15, "num_ffn_param_tokens": 110}], {}, "has 120 pairs"),
         (SCHEDULE, {"gate": "fixed"}, "open_iters"),
         (SCHEDULE, {"gate": "fixed", "open_iters": 7}, "6 iterations after one"),
-        (SCHEDULE, {"moments": "new"}, "keep or reset"),
         (SCHEDULE, {"freeze": "old"}, "a learned gate is one parameter"),
     ],
 )

@@ -92,17 +92,6 @@ def test_the_export_of_a_checkpoint_knows_data_and_recipe_but_no_results(trained
     assert "accuracy" not in card
 
 
-def test_a_model_logs_to_the_backends_of_its_config(trained):
-    """TensorBoard stands for W&B and MLflow, which are backends of the same visualizer."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    (folder,) = trained.work_dir.glob("*/vis_data")
-    events = accumulator.EventAccumulator(str(folder))
-    events.Reload()
-    for name, lines in zip(("loss", "accuracy/top1"), scalars(trained.work_dir), strict=True):
-        logged = {event.step: event.value for event in events.Scalars(name)}
-        assert logged == pytest.approx({step: line[name] for step, line in lines.items()})
-
-
 @pytest.fixture
 def by_timm(trained):
     """Compute the logits of the exported model for files, with timm alone."""

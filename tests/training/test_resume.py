@@ -298,7 +298,8 @@ def test_a_run_goes_on_with_twice_the_images_in_half_the_batches(train, tmp_path
     four, two = (f"optim_wrapper.accumulative_counts={number}" for number in (4, 2))
     train(tmp_path / "one", "--batch-size", "4", *options, four)  # 36 iterations, 9 steps
     start = str(tmp_path / "one" / "iter_16.pth")
-    train(tmp_path / "two", "--resume", start, "--batch-size", "8", *options, two)
+    output = train(tmp_path / "two", "--resume", start, "--batch-size", "8", *options, two)
+    assert ("iterations an epoch", "12", "6") in lines_of(output)
     last = last_checkpoint(tmp_path / "two")
     assert last["meta"]["iter"] == 18
     assert last["ema_state_dict"]["steps"] == 9
@@ -323,9 +324,6 @@ def test_a_run_goes_on_with_another_number_of_processes(train, tmp_path):
     continued = losses(tmp_path / "one")
     assert list(continued) == list(range(9, 19))
     assert continued == pytest.approx({n: expected[n] for n in continued}, rel=2e-5)
-    output = train(tmp_path / "half", *resume, "--batch-size", "4", *plain)
-    assert ("iterations an epoch", "6", "12") in lines_of(output)
-    assert list(losses(tmp_path / "half")) == list(range(17, 37))
 
 
 @pytest.mark.slow
@@ -369,6 +367,20 @@ def test_other_data_other_weights_and_no_state_are_refused(train, run, data_root
     line = train.fails(run, "--resume", "--cfg-options", "default_hooks.ema=None")
     assert "has no EMAHook" in line
     assert (run / "small.py").read_bytes() == written  # the config of the run
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content["optimizer"]["state"][0].update(exp_avg=torch.ones(1)),
+        lambda content: content["ema_state_dict"].pop("module.head.fc.bias"),
+    ],
+)
+def test_a_damaged_state_is_refused(train, run, damage):
+    content = last_checkpoint(run)
+    damage(content)
+    torch.save(content, run / "epoch_3.pth")
+    assert "checkpoint does not fit this run" in train.fails(run, "--resume")
 
 
 def test_a_fine_tuning_needs_its_start_only_once(train, finished, own, tmp_path):

@@ -10,7 +10,7 @@ from mmpretrain import ImageClassificationInferencer
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.mmpretrain_names import timm_state_dict
-from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.config import CONFIGS, check_config, load_config
 from tokenformer_vit.training.runner import TrainingRunner
 
 SIZES = {"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
@@ -60,8 +60,18 @@ def test_mmengines_runner_trains_and_uses_the_backbone(stock, tmp_path):
     assert result["pred_class"] in ("bright", "dark", "split")
 
 
+def test_it_gets_our_hooks_loop_and_sampler(stock):
+    cfg = load_config(stock, {"randomness.seed": 3})
+    check_config(cfg)
+    ours = Config.fromfile(CONFIGS / "_base_" / "runtime.py").default_hooks
+    assert cfg.default_hooks.keys() == ours.keys()
+    assert cfg.default_hooks.checkpoint.type == ours.checkpoint.type
+    assert cfg.default_hooks.checkpoint.save_best == "auto"
+    assert cfg.train_cfg == {"type": "ResumableEpochLoop", "max_epochs": 2, "val_interval": 1}
+    assert cfg.train_dataloader.sampler == {"type": "ResumableSampler", "shuffle": False}
+
+
 def test_the_commands_take_a_config_of_stock_parts(stock, tmp_path, command):
-    """It has no ``resume``, no ``visualizer`` and none of our hooks; these are added."""
     folder = tmp_path / "run"
     refused = command("train", stock, "--auto-scale-lr")
     assert "no auto_scale_lr.base_batch_size" in refused.err

@@ -100,16 +100,14 @@ def _by_mask(func, args):
 
 
 @pytest.fixture
-def configured(own, data_root, tmp_path):
-    """Make the config of a run with other settings."""
-
-    def make(text, **options):
+def train_two_epochs(own, data_root, tmp_path):
+    def train(text, options):
         options = {"train_cfg.max_epochs": 2, **options}
         cfg = load_config(own(text), options, str(data_root), work_dir=str(tmp_path / "run"))
         cfg.launcher = "none"
-        return cfg
+        run_training(cfg)
 
-    return make
+    return train
 
 
 @pytest.mark.parametrize(
@@ -121,7 +119,7 @@ def configured(own, data_root, tmp_path):
     ],
 )
 def test_a_step_reads_no_tensor_between_two_lines_of_the_log(
-    configured, monkeypatch, recipe, options
+    train_two_epochs, monkeypatch, recipe, options
 ):
     run_iter, reads, rates, hubs = ResumableEpochLoop.run_iter, {}, {}, []
 
@@ -142,7 +140,7 @@ def test_a_step_reads_no_tensor_between_two_lines_of_the_log(
     for owner, name in ((torch, "multinomial"), (torch, "randint"), (Beta, "sample")):
         monkeypatch.setattr(owner, name, on_cpu(getattr(owner, name)))  # what mixing draws
     monkeypatch.setattr(mixing, "one_hot", lambda y, k: (y[:, None] == torch.arange(k)).long())
-    run_training(configured(recipe, **options))
+    train_two_epochs(recipe, options)
     assert len(reads) == 12
     # The first loss is read, too, and the first step makes the optimiser's counters.
     first = options.get(ACCUMULATE, 1)
@@ -162,7 +160,7 @@ def test_a_step_reads_no_tensor_between_two_lines_of_the_log(
     [{}, MORE, {**MORE, "model.backbone.compile": True}],
     ids=["mixing", "more", "compiled"],
 )
-def test_a_step_on_a_gpu_does_not_wait(configured, monkeypatch, options):
+def test_a_step_on_a_gpu_does_not_wait(train_two_epochs, monkeypatch, options):
     run_iter, starts = ResumableEpochLoop.run_iter, []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -174,7 +172,7 @@ def test_a_step_on_a_gpu_does_not_wait(configured, monkeypatch, options):
 
         monkeypatch.setattr(ResumableEpochLoop, "run_iter", watched)
         try:
-            run_training(configured(RECIPE, **options))
+            train_two_epochs(RECIPE, options)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     # Up to the start of the next step: the copy of its batch counts, too.
