@@ -56,7 +56,6 @@ TWO = ("--launcher", "pytorch", "--batch-size", "4")
 
 
 def wait_for(process, work_dir, iteration):
-    """Return as soon as the log shows ``iteration``."""
     deadline = time.monotonic() + 200
     while max(losses(work_dir), default=0) < iteration:
         assert process.poll() is None, process.stdout.read()
@@ -128,7 +127,6 @@ def test_a_run_that_is_killed_ten_times_at_random_goes_on_exactly(
 
 @pytest.fixture(scope="session")
 def finished(train, tmp_path_factory):
-    """A finished run, to copy."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
     train(folder, "--cfg-options", SAVE_BEST)
     return folder
@@ -303,13 +301,6 @@ def test_a_run_goes_on_with_twice_the_images_in_half_the_batches(train, tmp_path
     last = last_checkpoint(tmp_path / "two")
     assert last["meta"]["iter"] == 18
     assert last["ema_state_dict"]["steps"] == 9
-
-
-def test_a_lower_rate_helps_a_run_that_diverges(train, tmp_path):
-    words = ("--cfg-options", "param_scheduler=[]", "optim_wrapper.optimizer.lr=1e-3")
-    train(tmp_path, *words, "train_cfg.max_epochs=2")
-    train(tmp_path, "--resume", *words[:2], "optim_wrapper.optimizer.lr=1e-4")
-    assert {rate for step, rate in rates(tmp_path).items() if step > 12} == {1e-4}
 
 
 @pytest.mark.slow
