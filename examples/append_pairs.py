@@ -15,8 +15,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Importing anything of the package registers its models with timm.
-from tokenformer_vit.growth import grow
+from tokenformer_vit.growth import grow  # registers the models with timm
 
 
 def train(model: nn.Module, images: Tensor, labels: Tensor, epochs: int) -> None:
@@ -46,21 +45,12 @@ def main() -> None:
     epochs = parser.parse_args().epochs
     torch.manual_seed(0)
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
-    images = images.float().view(-1, 1, 8, 8)
-    images = (images - images.mean()) / images.std()
+    images = (images.float().view(-1, 1, 8, 8) - 4.9) / 6.0
     held_out = torch.rand(len(labels)) < 0.2
     first = labels < 5
 
-    base = timm.create_model(
-        "tokenformer_tiny",
-        img_size=8,
-        patch_size=4,
-        in_chans=1,
-        num_classes=5,
-        embed_dim=96,
-        depth=4,
-        num_heads=3,
-    )
+    size = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 96, "depth": 4}
+    base = timm.create_model("tokenformer_tiny", num_classes=5, **size)
     train(base, images[first & ~held_out], labels[first & ~held_out], epochs)
     report("digits 0 to 4", base, images[first & held_out], labels[first & held_out])
 

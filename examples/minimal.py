@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
-# Importing anything of the package registers its models with timm.
-from tokenformer_vit.growth import grow
+from tokenformer_vit.growth import grow  # registers the models with timm
 
 
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return images (N, 1, 8, 8) and labels (N,), first to train on, then to validate on."""
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
-    images = images.float().view(-1, 1, 8, 8)
-    images = (images - images.mean()) / images.std()
+    images = (images.float().view(-1, 1, 8, 8) - 4.9) / 6.0
     train, val = torch.randperm(len(labels)).split([1437, 360])
     return images[train], labels[train], images[val], labels[val]
 
@@ -65,15 +63,11 @@ def main() -> None:
     torch.manual_seed(0)
     *train_data, val_images, val_labels = load_data()
 
+    size = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 96, "depth": 4}
     model = timm.create_model(
         "tokenformer_tiny",
-        img_size=8,
-        patch_size=4,
-        in_chans=1,
         num_classes=10,
-        embed_dim=96,
-        depth=4,
-        num_heads=3,
+        **size,
         num_qkv_param_tokens=16,  # key-value pairs of each query, key and value projection
         num_proj_param_tokens=16,  # of each output projection
         num_ffn_param_tokens=64,  # of each feed-forward layer

@@ -1,9 +1,6 @@
 """Quantise the parameter tokens of a trained model to 8 bits for prediction. Needs torchao.
 
-``quantize_`` of torchao looks for linear layers, so keys and values become the weights of two::
-
-    pip install torchao
-    python examples/quantize.py
+``quantize_`` of torchao looks for linear layers, so keys and values become the weights of two.
 """
 
 import timm
@@ -12,22 +9,23 @@ from torch import Tensor, nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_  # pyright: ignore
 
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.ops.theta import theta_weights
+from tokenformer_vit.ops import find_theta
 
 
 class LinearPattention(nn.Module):
-    """Pattention for prediction, with linear layers in place of keys and values."""
+    """Pattention for prediction, with 8-bit linear layers in place of keys and values."""
 
     def __init__(self, layer: Pattention) -> None:
         super().__init__()
-        keys, values, self.gate, self.tau = layer.used_tokens()  # gate and τ are not quantised
-        self.theta, self.eps = layer.theta, layer.eps
+        keys, values, gate, self.tau = layer.used_tokens()  # τ stays as it is
+        assert gate is None, "grow a softmax model with fixed gates, and open them"
+        self.weights, self.eps = find_theta(layer.theta).weights, layer.eps
         self.keys, self.values = linear(keys), linear(values.T)
+        quantize_(self, Int8WeightOnlyConfig(set_inductor_config=False))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C_in) tokens to (..., C_out)."""
-        weights = theta_weights(self.keys(x), self.theta, self.tau, self.eps, self.gate)
-        return self.values(weights.to(x.dtype))
+        return self.values(self.weights(self.keys(x), self.tau, self.eps).to(x.dtype))
 
 
 def linear(weight: Tensor) -> nn.Linear:
@@ -37,24 +35,17 @@ def linear(weight: Tensor) -> nn.Linear:
     return layer
 
 
-def quantise(model: nn.Module) -> nn.Module:
-    """Quantise all Pattention layers of a model, in place; it keeps its other layers."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, Pattention):
-                setattr(parent, name, LinearPattention(child))
-                quantize_(getattr(parent, name), Int8WeightOnlyConfig(set_inductor_config=False))
-    return model
-
-
 @torch.no_grad()
 def main() -> None:
     """Compare the outputs of the model in the package before and after."""
     model = timm.create_model("tokenformer_cifar10_micro", pretrained=True).eval()
     images = torch.randn(64, 3, 32, 32)
     before = model(images)
-    change = (quantise(model)(images) - before).norm() / before.norm()
-    print(f"change of the outputs: {change:.2%}")
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Pattention):
+                setattr(parent, name, LinearPattention(child))
+    print(f"change of the outputs: {(model(images) - before).norm() / before.norm():.2%}")
 
 
 if __name__ == "__main__":
