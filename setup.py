@@ -79,7 +79,7 @@ setup(
         'pillow>=12.3; python_version < "3.11"',
         "numpy>=2.1",
         "safetensors>=0.5",
-        "pydantic>=2.10",  # checks the description of a model that comes with its weights
+        "filelock>=3.13",
         "rich>=13.9",  # the tables that commands print
         "tqdm>=4.67",
     ],

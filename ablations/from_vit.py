@@ -53,7 +53,7 @@ class Rows:
     """The rows of one trained ViT in the CSV."""
 
     def __init__(self, path: Path, device: str, model: str, seed: int) -> None:
-        now = environment(device=device)
+        now = environment(device)
         where = now["date"], now["commit"], now["versions"]["torch"], now["hardware"]
         self.path, self.start, self.seed = path, [*where, model, seed], seed
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ python ablations/tables.py --check   fails if one of them is out of date
 
 from importlib import import_module
 
-from tokenformer_vit.command_line import run_tool
+from tokenformer_vit.cli import run
 from tokenformer_vit.experiments import Question
 from tokenformer_vit.experiments.tables import main
 
@@ -19,4 +19,4 @@ NAMES = (
 QUESTIONS: list[Question] = [import_module(name).QUESTION for name in NAMES]
 
 if __name__ == "__main__":
-    run_tool(lambda: main(QUESTIONS))
+    run(lambda _: main(QUESTIONS))

@@ -173,14 +173,14 @@ class Command:
         with ExitStack() as stack:
             stack.enter_context(redirect_stdout(out))
             stack.enter_context(redirect_stderr(err))
-            argv = [f"tokenformer-vit {name}", *map(str, words)]
+            argv = ["tokenformer-vit", name, *map(str, words)]
             stack.enter_context(patch.object(sys, "argv", argv))
             if tool == "train":
                 self._name_runs(stack)
                 self._format_configs_once(stack)
             torch.set_num_threads(1)  # as many as a process has: sums in the same order
             try:
-                cli.run(name)
+                cli.main()
             except SystemExit as error:
                 status = error.code
             finally:
@@ -230,7 +230,7 @@ class Command:
         """Return the name of the command in a module."""
         from tokenformer_vit import cli
 
-        return next(name for name, command in cli.COMMANDS.items() if command.module == tool)
+        return next(name for name, (module, _) in cli.COMMANDS.items() if module == tool)
 
     def _name_runs(self, stack: ExitStack) -> None:
         runner = import_module("tokenformer_vit.training.runner").TrainingRunner

@@ -1,8 +1,11 @@
 """TokenFormer vision transformers; importing the package registers its models with timm."""
 
-from . import interrupts as interrupts  # isort: split  # first: the next import takes seconds
+import os
 
-if not interrupts.IS_COMMAND:  # a command imports what it needs, so that --help answers at once
-    from . import models as models
+# OpenMP's threads spin while they wait, which takes the CPU from data loading workers, and more
+# time than a small training itself. PyTorch reads this variable when it is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+from . import models as models
 
 __version__ = "0.1.0"

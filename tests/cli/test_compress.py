@@ -14,7 +14,6 @@ from PIL import Image
 from timm.data import create_transform
 
 from tokenformer_vit.cli import compress
-from tokenformer_vit.cli.tables import print_table
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import extract, measure_usage, pattention_layers, prune
 from tokenformer_vit.models.checkpoints import save_model
@@ -229,7 +228,6 @@ def test_choices_that_cannot_be(exported, data, tmp_path):
     message = failure(exported, data, "--method", "nested", "--out", tmp_path / "out")
     assert "no nested sizes" in message
     assert "prune" in message
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("option", [["--early"], ["--budget", 0.5]])
@@ -285,7 +283,7 @@ def test_missing_checkpoint_and_model(exported, data, tmp_path):
 def test_folder_that_cannot_be_made(exported, data, tmp_path):
     (tmp_path / "file").touch()
     message = failure(exported, data, "--out", tmp_path / "file" / "out")
-    assert f"cannot make the folder {tmp_path / 'file'}" in message
+    assert f"cannot make {tmp_path / 'file' / 'out'}" in message
     assert "choose another --out" in message
 
 
@@ -313,10 +311,8 @@ def test_diverged_weights_are_not_given_an_accuracy(methods, model, data, tmp_pa
 
 
 @pytest.mark.parametrize("keep", ["0", "1.5", "half", "nan"])
-def test_shares_that_cannot_be(keep, exported, data, capsys):
-    with pytest.raises(SystemExit):
-        run(exported, data, "--keep", keep)
-    assert "is not a share above 0 and at most 1" in capsys.readouterr().err
+def test_shares_that_cannot_be(keep, exported, data):
+    assert "argument --keep" in failure(exported, data, "--keep", keep)
 
 
 @pytest.mark.slow
@@ -336,28 +332,23 @@ def test_ctrl_c_ends_it_in_one_line(exported, data, tmp_path, command):
     assert process.returncode == 130, err
     assert out == ""
     assert "Traceback" not in err
-    assert err.splitlines()[-1].startswith("interrupted")
-    assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_saved_is_said_before_hours_of_work(capsys):
+def test_what_cannot_be_saved_is_said_before_hours_of_work():
     words = ["folder", "data", "--save", "--method"]
-    with pytest.raises(SystemExit):
+    with pytest.raises(InputError, match="--save writes the models of prune and nested, not of"):
         compress.parse([*words, "top-k", "random"])
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "--save writes the models of prune and nested, not of top-k, random: add" in line
     for more in (["prune"], ["--budget", "0.5"], ["--early"]):
         assert compress.parse([*words, "random", *more]).save
     assert compress.parse(words[:-1]).save
 
 
-def test_no_number_of_the_table_is_cut(capsys):
+def test_no_number_of_the_table_is_cut():
     pairs = {"qkv": 768, "proj": [100, 768], "ffn": 3072}
     point = {"method": "by-usage", "keep": 0.75, "pairs": pairs, "parameters": 114_759_400}
     point |= {"bytes": 459e6, "flops_per_image": 46.28e9, "top1": 100.0, "agreement": 99.99}
-    print_table(compress.table({"data": "data/val", "images": 10_000, "points": [point]}))
-    cells = capsys.readouterr().out.splitlines()[-2].strip("│").split("│")
-    assert [cell.strip() for cell in cells] == [
+    text = compress.table({"data": "data/val", "images": 10_000, "points": [point]})
+    assert text.splitlines()[-1].split() == [
         *("by-usage", "0.75", "768", "100–768", "3072", "114,759,400", "459", "46.28"),
         *("100.00", "99.99"),
     ]
@@ -385,16 +376,6 @@ def test_scores_are_compared_with_those_of_the_original(model, exported, data, t
     assert point["largest_change"] == pytest.approx(change.abs().max().item(), 1e-3)
     size = sum(each.nbytes for each in (*original.parameters(), *original.buffers()))
     assert point["bytes"] < dense["bytes"] == size
-
-
-def test_the_name_of_the_data_is_no_markup(exported, data, tmp_path, capsys):
-    root = tmp_path / "[red]a\x1b[/nothing]"
-    root.parent.mkdir()
-    root.symlink_to(data)
-    run(exported, root, "--method", "top-k", "--keep", 0.5, "--out", tmp_path / "out")
-    out = "".join(capsys.readouterr().out.split())
-    assert r"[red]a\x1b[/nothing]/val" in out
-    assert json.loads((tmp_path / "out/compression.json").read_text())["data"] == f"{root}/val"
 
 
 def test_real_images(shared_data, tmp_path):

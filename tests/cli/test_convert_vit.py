@@ -113,8 +113,6 @@ def test_other_sources_and_options_are_named(vit, folder, tmp_path):
     ):
         with pytest.raises(InputError, match=said):
             run(source, tmp_path / "out", *options)
-    with pytest.raises(InputError, match=r"writes no \.pth file: give a folder$"):
-        run(folder, tmp_path / "out.pth")
     words = ["--model", NAME, "--model-kwargs", *map("{}={}".format, SHAPE, SHAPE.values())]
     run(tmp_path / "bare.pth", tmp_path / "out", *words)
     same(tmp_path / "out", vit)

@@ -1,7 +1,6 @@
 """`tokenformer-vit grow` as a user starts it."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -85,17 +84,6 @@ def test_a_training_checkpoint_becomes_a_file_of_tensors(tmp_path):
         (("nothing.pth", "out", "--ffn", "96"), "there is no checkpoint file nothing.pth"),
         (("code.pth", "out.safetensors", "--ffn", "96"), "give --theta"),
         (("code.pth", "out.safetensors", "--ffn", "96", "--theta", "softmax"), "could run code"),
-        (
-            ("run", "grown.pth", "--ffn", "96"),
-            r"no \.pth file: .* a folder, or a file",
-        ),
-        (("run", "grown.SAFETENSORS", "--ffn", "96"), "no .SAFETENSORS file"),
-        (("run", "out", "--ffn", "9" * 11), "to grow run with --ffn 99999999999: give smaller"),
-        (("run", "out", "--ffn", str(2**62)), rf"enough memory to grow run with --ffn {2**62}:"),
-        (
-            ("run/model.safetensors", "x.safetensors", "--ffn", "9" * 11, "--theta", "gelu_l2"),
-            "not enough memory to grow run/model.safetensors with --ffn",
-        ),
         (("run", "out", "--ffn", "60"), "has 64 pairs and cannot grow to 60"),
     ],
 )
@@ -118,10 +106,9 @@ def test_what_cannot_be_grown_is_said(tmp_path, monkeypatch, arguments, message)
         (("a.pth", "b.safetensors", "--ffn", "96", "--model-kwargs", "depth=2"), "is a file of t"),
     ],
 )
-def test_what_does_not_go_together(capsys, arguments, message):
-    with pytest.raises(SystemExit, match="2"):
+def test_what_does_not_go_together(arguments, message):
+    with pytest.raises(InputError, match=message):
         run(*arguments)
-    assert re.search(message, capsys.readouterr().err.splitlines()[-1])
 
 
 def test_a_version_in_the_name_of_a_folder_is_no_suffix(folder, tmp_path):
@@ -131,5 +118,5 @@ def test_a_version_in_the_name_of_a_folder_is_no_suffix(folder, tmp_path):
 
 def test_the_command_ends_in_one_line(tmp_path, command):
     done = command("grow", tmp_path / "nothing.pth", tmp_path / "out", "--ffn", 96)
-    assert done.status == 1
+    assert done.status == 2
     assert done.err == f"error: there is no checkpoint file {tmp_path}/nothing.pth\n"

@@ -7,8 +7,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="pip install '.[language]'")
 
-from tokenformer_vit.cli import harness
-from tokenformer_vit.command_line import run_tool
+from tokenformer_vit import cli
 from tokenformer_vit.language import (
     TokenFormerConfig,
     TokenFormerForCausalLM,
@@ -44,15 +43,15 @@ def test_a_task_of_the_harness_is_run_on_our_model(tmp_path, monkeypatch, capsys
     items = tmp_path / "items.jsonl"
     items.write_text(json.dumps({"question": "a or b?", "a": "a", "b": "b"}) + "\n")
     (tmp_path / "task.yaml").write_text(TASK.format(items=items))
-    monkeypatch.setattr(sys, "argv", ["tokenformer-vit lm-eval"])
     arguments = ["--model", "hf", "--model_args", f"pretrained={tmp_path / 'run'}"]
     arguments += ["--tasks", str(tmp_path / "task.yaml"), "--device", "cpu"]
-    harness.main(["run", *arguments])
+    cli.main(["lm-eval", "run", *arguments])
     assert "|letters|" in capsys.readouterr().out
 
 
 def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
+    monkeypatch.delitem(sys.modules, "tokenformer_vit.cli.harness", raising=False)
     with pytest.raises(SystemExit):
-        run_tool(lambda: harness.main(["ls", "tasks"]))
-    assert "in the clone, run pip install '.[evaluation]'" in capsys.readouterr().err
+        cli.main(["lm-eval", "ls", "tasks"])
+    assert "'.[evaluation]' for language models" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """`tokenformer-vit prepare-text` as a user starts it."""
 
 import json
+import re
 
 import pytest
 
@@ -109,7 +110,6 @@ def test_digits_for_the_smallest_check_of_training(tmp_path):
         (("out", "--reversal", 9, "--tokenizer", "bpe:300"), "needs --tokenizer bytes"),
     ],
 )
-def test_what_does_not_go_together(words, message, capsys):
-    with pytest.raises(SystemExit):
+def test_what_does_not_go_together(words, message):
+    with pytest.raises(InputError, match=re.escape(message)):
         run(*words)
-    assert message in capsys.readouterr().err

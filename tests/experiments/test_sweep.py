@@ -19,9 +19,8 @@ from mmengine.config import Config
 from PIL import Image
 from softmax import QUESTION as SOFTMAX
 
-from tokenformer_vit.command_line import error_line
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.experiments import IMAGES, tables
+from tokenformer_vit.experiments import IMAGES, launch, tables
 from tokenformer_vit.experiments.plan import LARGEST_GAP, plan
 from tokenformer_vit.experiments.record import adopt, find_record, read_layers, with_flops
 from tokenformer_vit.experiments.results import read_sweep
@@ -321,13 +320,6 @@ def test_what_other_code_or_more_processes_trained_is_not_taken_over(
     assert adopt(run, args.nproc_per_node or 1) is None
 
 
-@pytest.mark.parametrize("rate", ["nan", "inf", "0", "-0.1", "x"])
-def test_a_learning_rate_that_is_none(words, capsys, rate):
-    with pytest.raises(SystemExit):
-        parse(SOFTMAX, [*words, "--lr", "1e-3", rate])
-    assert f"{rate!r} is not a finite number above 0" in capsys.readouterr().err
-
-
 def test_later_seeds_train_at_the_best_rate_of_the_first(tmp_path, words, trainer, monkeypatch):
     monkeypatch.setenv("BEST", "2.1e-3")
     variants = ["--variants", "softmax", "vit", "--lr", "1e-3", "2e-3", "4e-3", "--lr-seeds", "1"]
@@ -536,16 +528,16 @@ def test_mistakes_end_before_any_training(words, trainer, extra, message):
 
 
 def test_how_a_training_ended():
-    assert error_line("", -9) == "killed by SIGKILL"
-    assert error_line("a\nerror: no good\nb", 1) == "no good"
+    assert launch.error_line("", -9) == "killed by SIGKILL"
+    assert launch.error_line("a\nerror: no good\nb", 1) == "no good"
     torchrun = """
     [rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB
     torch.distributed.elastic.multiprocessing.errors.ChildFailedError: x
     Root Cause (first observed failure):
     """
-    assert error_line(torchrun, 1).startswith("[rank1]: torch.OutOfMemoryError: CUDA out of")
-    assert error_line("Segmentation fault\n", 139) == "Segmentation fault"
-    assert error_line("", 3) == "exit status 3, and no output"
+    assert launch.error_line(torchrun, 1).startswith("[rank1]: torch.OutOfMemoryError: CUDA out of")
+    assert launch.error_line("Segmentation fault\n", 139) == "Segmentation fault"
+    assert launch.error_line("", 3) == "exit status 3, and no output"
 
 
 def test_a_derived_config_says_just_what_differs(tmp_path):

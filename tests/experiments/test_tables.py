@@ -79,15 +79,6 @@ def cells(text, label):
     return [[cell.strip() for cell in row] for row in rows if row[0].strip() == label]
 
 
-@pytest.mark.parametrize("content", ['{"question": "soft', "", "[1]"])
-def test_a_damaged_record_is_named(root, content):
-    write(root, "gelu_l2", 0, 50.0)
-    path = root / "ablations/results/softmax_small/gelu_l2_seed1.json"
-    path.write_text(content)
-    with pytest.raises(InputError, match=r"gelu_l2_seed1\.json is not a record .*delete it"):
-        tables.main(QUESTIONS, ["--check"], root)
-
-
 def test_means_deviations_and_steps(root):
     exp = {0: 80.1, 1: 79.3, 2: 80.8}
     gelu = {1: 82.0, 2: 81.4, 3: 83.3}  # of other seeds, too

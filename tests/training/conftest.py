@@ -79,6 +79,8 @@ def config(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def own(config, tmp_path) -> Callable[[str], Path]:
+    """Write a config that changes parts of the small one."""
+
     def write(text: str) -> Path:
         path = tmp_path / "own.py"
         path.write_text(f"_base_ = {str(config)!r}\n{text}\n")
@@ -89,6 +91,7 @@ def own(config, tmp_path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def scope() -> Iterator[None]:
+    """Build parts by mmpretrain's names."""
     with DefaultScope.overwrite_default_scope("mmpretrain"):
         yield
 
@@ -140,8 +143,9 @@ class Train:
         return output
 
     def fails(self, work_dir: Path, *extra: str) -> str:
+        """Run and return the one line in which it ends."""
         status, output = self._run(work_dir, extra)
-        assert status == 1, output
+        assert status == 2, output
         assert "Traceback" not in output.replace("Original Traceback", "")
         return re.findall(r"^error: .*", output, re.MULTILINE)[-1]
 

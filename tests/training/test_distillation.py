@@ -54,12 +54,14 @@ def build(teacher, num_classes=3, token=False, **distillation):
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
+    """A trained ViT that names its classes: its folder, and the model."""
     folder = tmp_path_factory.mktemp("teacher")
     return folder, export(folder)
 
 
 @pytest.fixture
 def batch():
+    """Six images and their scores after a mixup."""
     return torch.randn(6, 3, 8, 8), torch.randn(6, 3).softmax(dim=1)
 
 

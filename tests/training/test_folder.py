@@ -65,7 +65,7 @@ def test_a_folder_trains_and_a_run_is_resumed_but_not_replaced(data_root, tmp_pa
 
     before = {path: path.read_bytes() for path in folder.glob("*.*")}
     done = command("train", data_root, "--work-dir", folder)
-    assert done.status == 1
+    assert done.status == 2
     assert "--resume" in done.err
     # Nothing of a refused command remains.
     assert before == {path: path.read_bytes() for path in before}
@@ -197,10 +197,11 @@ def test_a_part_of_each_class_is_held_out_and_nothing_is_moved(tmp_path, generat
     assert backbone.model.patch_embed.patch_size == (4, 4)
 
 
-def test_a_validation_set_may_lack_a_class(data_root, tmp_path):
+@pytest.mark.parametrize("name", ["val", "validation"])
+def test_a_validation_set_may_lack_a_class(name, data_root, tmp_path):
     folder = shutil.copytree(data_root, tmp_path / "photos")
     shutil.rmtree(folder / "val" / "bright")
-    (folder / "val").rename(folder / "validation")
+    (folder / "val").rename(folder / name)
     configure_folder(folder, tmp_path / "run", Start(), None)
     lines = (tmp_path / "run" / "val.txt").read_text().splitlines()
     assert {line.split("/")[1] + line[-2:] for line in lines} == {"dark 1", "split 2"}
@@ -233,3 +234,8 @@ def test_the_recipe_of_the_digits_is_that_of_their_config(tmp_path, generator):
     for part in ("backbone", "head"):
         assert cfg.model[part] == expected.model[part]
     assert cfg.train_dataloader.batch_size == expected.train_dataloader.batch_size
+
+
+def test_options_of_a_folder_are_refused_for_a_config(config, command):
+    done = command("train", config, "--model", "tokenformer_tiny")
+    assert (done.status, "need a folder" in done.err) == (2, True)

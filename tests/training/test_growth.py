@@ -20,6 +20,8 @@ SCHEDULE = [
 
 @pytest.fixture
 def growing(train, own):
+    """Return the command `train` with a config that grows."""
+
     def of(schedule=SCHEDULE, more="", **hook):
         hooks = [{"type": "CostHook"}, {"type": "GrowthHook", "schedule": schedule, **hook}]
         return train.of(own(f"custom_hooks = {hooks!r}\n{more}"))

@@ -154,6 +154,11 @@ def test_fine_tuning_starts_from_the_encoder_with_a_new_norm(file, tmp_path):
         load_model(None, tmp_path, global_pool="avg")
 
 
+def test_mixed_images_are_refused():
+    with pytest.raises(InputError, match="train_cfg=None"):
+        build(VIT, train_cfg={"augments": [{"type": "Mixup"}]})
+
+
 # The recipe of MAE as mmpretrain runs it, in tables 8 to 10 of arXiv:2111.06377.
 NAMES = ("mae_base_pretrain", "mae_base_finetune", "mae_base_linear")
 RECIPE = {

@@ -12,6 +12,7 @@ from mmengine.logging import MessageHub
 from mmpretrain.registry import MODELS
 
 from tokenformer_vit.benchmarking.costs import training_flops
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.experiments.fields import mean_flops
 from tokenformer_vit.models.sizes import at_size
 from tokenformer_vit.training.hooks import LazyRuntimeInfoHook
@@ -57,6 +58,7 @@ def at():
 
 @pytest.fixture
 def batch():
+    """Twelve images and their scores after a mixup."""
     return torch.randn(12, 3, 8, 8), torch.randn(12, CLASSES).softmax(dim=1)
 
 
@@ -151,6 +153,11 @@ def test_predictions_and_metrics_of_every_size(batch):
     assert found == {"cross_entropy": pytest.approx(expected, rel=1e-5)}
 
 
+def test_a_model_without_shares_is_refused():
+    with pytest.raises(InputError, match=r"nested=\(0\.25, 0\.5, 0\.75\)"):
+        build({"nested": ()})
+
+
 def test_a_step_costs_its_sizes():
     model, cost = build(), {}
     for size in SIZES:
@@ -162,7 +169,7 @@ def test_a_step_costs_its_sizes():
 
 
 @pytest.mark.slow
-def test_the_record_of_a_run_has_every_size(train, own, tmp_path):
+def test_the_record_of_a_run_has_every_size_and_the_flops_of_those_drawn(train, own, tmp_path):
     config = own(
         "model = dict(type='NestedClassifier', backbone=dict(nested=(0.25, 0.5, 0.75)))\n"
         "train_cfg = dict(max_epochs=2)\ncustom_hooks = [dict(type='CostHook')]"
@@ -171,4 +178,11 @@ def test_the_record_of_a_run_has_every_size(train, own, tmp_path):
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert record.keys() >= {f"accuracy/top1_at_{size:g}" for size in SIZES[:-1]}
     model = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True)
-    assert model.sizes == SIZES
+    model.reset_classifier(0)
+    flops = 0
+    for iteration in range(12):  # of 8 images
+        MessageHub.get_current_instance().runtime_info.update(iter=iteration, seed=5)
+        for size in build().drawn_sizes():
+            model.set_size(size)
+            flops += 8 * training_flops(model)
+    assert record["flops"] == flops

@@ -120,12 +120,6 @@ def test_of_many_kinds_of_files_the_commonest_are_named(root, capsys):
     assert f" and 15 more in {root / 'train'}" in line
 
 
-def test_suffixes_reach_the_terminal_escaped(root, capsys):
-    (root / "train/bee" / "x.\x1b[31mred").touch()
-    find_images([root / "train"])
-    assert r"1 .\x1b[31mred" in capsys.readouterr().err
-
-
 def test_a_folder_that_contains_itself_ends(root):
     (root / "train/ant/again").symlink_to(root / "train")
     (root / "train/ant/once_more").symlink_to(root / "train")

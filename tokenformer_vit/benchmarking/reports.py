@@ -34,8 +34,6 @@ from typing import Any
 
 import torch
 
-from tokenformer_vit.command_line import typed_command
-from tokenformer_vit.files import write_figure
 from tokenformer_vit.records import environment
 
 from .benchmark import Subject
@@ -48,10 +46,8 @@ def new_record(subject: Subject, models: Mapping[str, Any], device: str) -> dict
     """Start a record; ``models`` describes the two models."""
     unit, sides = subject.unit, {"model": False, "baseline": True}
     costs = {name: subject.costs(baseline) for name, baseline in sides.items()}
-    packages = ("torch", "timm", "triton", *["transformers"] * (unit == "token"))
     return {
-        "command": typed_command(),
-        **environment(packages, device),
+        **environment(device),
         "device": device,
         "threads": torch.get_num_threads(),
         **models,
@@ -136,4 +132,4 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         memory.set_visible(any(saved))
         memory.set(title=f"kept for backward, MB a {unit}")
     grid[-1, 0].set_xlabel(f"{unit}s/s: median, and 20th to 80th percentile")
-    write_figure(path, figure, dpi=120)
+    figure.savefig(path, dpi=120)

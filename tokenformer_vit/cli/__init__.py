@@ -1,91 +1,87 @@
 """The commands: ``tokenformer-vit train``, ``tokenformer-vit predict`` and so on.
 
-Every module here but ``arguments``, ``tables`` and ``convert_vit`` is one command, with a function
-``main``. In a clone, ``python tools/train.py`` is the same as ``tokenformer-vit train``.
+A command is a module of this package, in ``COMMANDS``, with a function ``main(argv)``. It parses
+this list of words with ``Parser(prog="tokenformer-vit NAME", description=__doc__)`` of
+``arguments``, which also has the options that several commands share, and types such as
+``whole_number(1)`` and ``device``. A wrong option, like any wrong input, raises an ``InputError``.
+:func:`run` calls such a function, also that of a script outside the package, as ``run(main)``: an
+``InputError`` becomes one line on stderr and exit status 2, Ctrl-C becomes status 130, and every
+other exception keeps its traceback. Commands print plain lines.
 """
 
-import argparse
 import difflib
+import io
+import os
 import sys
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any
 
 import tokenformer_vit
-from tokenformer_vit.command_line import run_tool
 from tokenformer_vit.errors import InputError
 
-__all__ = ["COMMANDS", "main", "run"]
+from .arguments import Parser
 
-
-class Command(NamedTuple):
-    """One command.
-
-    Args:
-        module: Name of its module in this package.
-        help: One line for ``tokenformer-vit --help``.
-        status: Exit status after an error.
-    """
-
-    module: str
-    help: str
-    status: int = 1
-
-
+# Module and help by name.
 COMMANDS = {
-    "train": Command("train", "train a model from a config, or from a folder of images"),
-    "test": Command("test", "measure the accuracy of a trained classifier"),
-    "predict": Command("predict", "classify images", status=2),
-    "export": Command("export", "convert a checkpoint for timm, or for mmpretrain"),
-    "grow": Command("grow", "append parameter tokens to a trained model"),
-    "compress": Command("compress", "measure accuracy with fewer parameter tokens"),
-    "inspect": Command("inspect_tokens", "draw what parameter tokens respond to"),
-    "costs": Command("costs", "count parameters and FLOPs"),
-    "benchmark": Command("benchmark", "measure speed and memory"),
-    "prepare-data": Command("prepare_data", "unpack or check a data set of images"),
-    "prepare-text": Command("prepare_text", "tokenize a text"),
-    "generate": Command("generate", "continue a text with a language model"),
-    "evaluate-lm": Command("evaluate_lm", "measure a language model"),
-    "lm-eval": Command("harness", "run lm-evaluation-harness on TokenFormer models"),
-    "convert": Command("convert_checkpoint", "convert a ViT, GPT-2, or released language models"),
-    "timm": Command("timm_script", "run a script of timm with the TokenFormer models", 2),
+    "train": ("train", "train a model from a config, or from a folder of images"),
+    "test": ("test", "measure the accuracy of a trained classifier"),
+    "predict": ("predict", "classify images"),
+    "export": ("export", "convert a checkpoint for timm, or for mmpretrain"),
+    "grow": ("grow", "append parameter tokens to a trained model"),
+    "compress": ("compress", "measure accuracy with fewer parameter tokens"),
+    "inspect": ("inspect_tokens", "draw what parameter tokens respond to"),
+    "costs": ("costs", "count parameters and FLOPs"),
+    "benchmark": ("benchmark", "measure speed and memory"),
+    "prepare-data": ("prepare_data", "unpack or check a data set of images"),
+    "prepare-text": ("prepare_text", "tokenize a text"),
+    "generate": ("generate", "continue a text with a language model"),
+    "evaluate-lm": ("evaluate_lm", "measure a language model"),
+    "lm-eval": ("harness", "run lm-evaluation-harness on TokenFormer models"),
+    "convert": ("convert_checkpoint", "convert a ViT, GPT-2, or released language models"),
+    "timm": ("timm_script", "run a script of timm with the TokenFormer models"),
 }
 
 
-def run(name: str) -> None:
-    """Run a command with the arguments in ``sys.argv``; see :func:`run_tool` for how it ends.
+def run(main: Callable[[list[str]], Any], argv: Sequence[str] | None = None) -> None:
+    """Run the ``main`` of a command with the words ``argv``, by default those of this process."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # which may be in ASCII, unlike names of files
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        main(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except InputError as error:
+        # A data loading worker puts its traceback before the message.
+        print("error:", str(error).rpartition("InputError: ")[2].strip(), file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # a reader such as `head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
+        sys.exit(1)
 
-    Args:
-        name: A key of ``COMMANDS``.
-    """
-    command = COMMANDS[name]
-    run_tool(lambda: import_module(f".{command.module}", __name__).main(), command.status)
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command that the first word names."""
+    run(_main, argv)
 
 
-def main() -> None:
-    """Run the command that the first argument names."""
-    listed = "\n".join(f"  {name:<14}{command.help}" for name, command in COMMANDS.items())
-    parser = argparse.ArgumentParser(
-        prog="tokenformer-vit",
-        usage="%(prog)s COMMAND ...",
-        description=f"TokenFormer vision transformers and language models.\n\ncommands:\n{listed}",
-        epilog="`tokenformer-vit COMMAND --help` explains a command.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _main(words: list[str]) -> None:
+    listed = "\n".join(f"  {name:<14}{text}" for name, (_, text) in COMMANDS.items())
+    what = f"TokenFormer vision transformers and language models.\n\ncommands:\n{listed}"
+    parser = Parser(prog="tokenformer-vit", usage="%(prog)s COMMAND ...", description=what)
     version = f"%(prog)s {tokenformer_vit.__version__}"
     parser.add_argument("--version", action="version", version=version)
-    words = sys.argv[1:] or ["--help"]
-    if words[0] in COMMANDS:
-        sys.argv = [f"tokenformer-vit {words[0]}", *words[1:]]
-        run(words[0])
-    elif words[0].startswith("-"):
-        parser.parse_args(words)
-    else:
-        run_tool(lambda: _refuse(words[0]), status=2)
-
-
-def _refuse(word: str) -> None:
-    close = difflib.get_close_matches(word, COMMANDS) or COMMANDS
-    raise InputError(
-        f"there is no command {word!r}; did you mean {', '.join(close)}? "
-        "`tokenformer-vit --help` explains them"
-    )
+    if not words or words[0].startswith("-"):
+        parser.parse_args(words or ["--help"])
+    name, *rest = words
+    if name not in COMMANDS:
+        close = ", ".join(difflib.get_close_matches(name, COMMANDS))
+        parser.error(f"there is no command {name!r}" + f"; did you mean {close}?" * bool(close))
+    try:
+        module = import_module(f".{COMMANDS[name][0]}", __name__)
+    except ModuleNotFoundError as error:
+        way = "in the clone, run pip install '.[train]', or '.[evaluation]' for language models"
+        raise InputError(f"{error}: {way}") from error
+    module.main(rest)

@@ -26,6 +26,7 @@ its keys. ``--profile`` instead prints where the steps of the first group spend 
 import argparse
 import itertools
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -33,43 +34,42 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 
 from tokenformer_vit.benchmarking import benchmark, reports
 from tokenformer_vit.benchmarking.benchmark import BACKENDS, MATCHED, PRECISIONS, Group, Variant
-from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import LM_PRESETS, lm_config
-from tokenformer_vit.records import device_in_name, read_record, write_record
+from tokenformer_vit.records import read_json, write_record
 
-from .arguments import choose_device
+from .arguments import Parser, device, whole_number
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     args = parse(argv)
     if args.draw:
-        print(_chart(args.draw, read_record(args.draw)))
+        print(_chart(args.draw, read_json(args.draw)))
         return
     subject, models = _language(args) if args.lm else _images(args)
     modes = args.modes or subject.modes
     if unknown := {*modes}.difference(subject.modes):
         raise InputError(f"--modes {min(unknown)}: choose from {', '.join(subject.modes)}")
-    device = choose_device(args.device)
     few, many = (1, 8) if args.lm else (4, 128)
-    sizes = args.batch_sizes or [few if device.type == "cpu" else many]
+    sizes = args.batch_sizes or [few if args.device.type == "cpu" else many]
     groups = list(itertools.starmap(Group, itertools.product(modes, args.precisions, sizes)))
     if args.profile:
         variants = _variants(groups[0].mode, args)
         for variant in [each for each in variants if each.compiled] or variants:
-            print(f"{variant}\n{benchmark.profile_step(subject, device, groups[0], variant)}")
+            print(f"{variant}\n{benchmark.profile_step(subject, args.device, groups[0], variant)}")
         return
-    record = reports.new_record(subject, {**models, "n": args.rounds}, device.type)
-    name = f"speed_{args.lm or args.model}_{device_in_name(device.type)}.json"
+    record = reports.new_record(subject, {**models, "n": args.rounds}, args.device.type)
+    name = f"speed_{args.lm or args.model}_{_name_of(args.device)}.json"
     out = args.out or Path("work_dirs", name)
     out.parent.mkdir(parents=True, exist_ok=True)
     for group in groups:
         variants = _variants(group.mode, args)
-        entry = benchmark.measure_group(subject, device, group, variants, args.rounds)
+        entry = benchmark.measure_group(subject, args.device, group, variants, args.rounds)
         reports.add_figures(entry, record)
         record["groups"].append(entry)
         write_record(out, record)
@@ -77,9 +77,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"Done. Record: {out}; {_chart(out, record)}")
 
 
+def _name_of(device: torch.device) -> str:
+    """Return how names of records name a device, such as ``cpu`` or ``h100_80gb_hbm3``."""
+    if device.type == "cpu":
+        return "cpu"
+    name = torch.cuda.get_device_name(device).lower().removeprefix("nvidia ")
+    return re.sub("[^a-z0-9]+", "_", name).strip("_")
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser, number = command_parser(__doc__), whole_number(1)
+    parser = Parser(prog="tokenformer-vit benchmark", description=__doc__)
+    number = whole_number(1)
     add = parser.add_argument
     add("--model", default="tokenformer_base_matched", metavar="NAME", help="default: %(default)s")
     vit = f"timm name, or {MATCHED}, of the same width, depth and weights; default: %(default)s"
@@ -95,7 +104,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-sizes", nargs="+", type=number, metavar="B", help=sizes)
     add("--rounds", type=number, default=11, metavar="N", help="default: %(default)s")
     add("--depth", type=number, metavar="N", help="blocks; default: the depth of each model")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add("--device", type=device, default="auto", help="default: cuda if it is there, else cpu")
     add("--out", type=Path, metavar="FILE", help="default: work_dirs/speed_MODEL_DEVICE.json")
     add("--eager", action="store_true", help="compile nothing: no C++ compiler, no ratios")
     add("--draw", type=Path, metavar="RECORD", help="only draw the chart of a record")

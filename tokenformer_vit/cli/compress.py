@@ -31,19 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
-from rich.text import Text
 from tqdm import tqdm
 
-from tokenformer_vit.command_line import (
-    command_parser,
-    number,
-    printable,
-    typed_command,
-    whole_number,
-)
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import results_folder
+from tokenformer_vit.files import make_folder
 from tokenformer_vit.growth import measure_usage, pattention_layers
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.records import environment, write_record
@@ -63,8 +54,7 @@ from tokenformer_vit.vision.compression import (
 from tokenformer_vit.vision.drawing import draw_compression
 from tokenformer_vit.vision.early import early_candidates
 
-from .arguments import choose_device, model_arguments
-from .tables import print_table
+from .arguments import Parser, add_model, whole_number
 
 # Methods whose models --save writes. Of the others, top-k reads the original model, and random is
 # only for comparison.
@@ -74,7 +64,7 @@ _SAVED = ("prune", "nested", "by-usage", "by-loss")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = parse(argv)
-    device, val = choose_device(args.device), args.data / "val"
+    device, val = args.device, args.data / "val"
     model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs)
     model.to(device, getattr(torch, args.dtype))
     pattention_layers(model)  # before images are read: raises if the model has no parameter tokens
@@ -87,59 +77,58 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = sample_images(measured_on, args.measure_images, args.seed, val) if prunes else []
     beside = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
     out = args.out or beside / "compression"
-    with results_folder(out, "--out"):
-        usage = None
-        if prunes:
-            tqdm.write(f"measuring usage on {len(chosen)} images of {measured_on}", file=sys.stderr)
-            usage = measure_usage(model, tensor_batches(model, chosen, args.batch_size, device))
-        made = candidates(model, methods, keeps, usage, args.kinds, args.seed)
-        if choosing:
-            tqdm.write(f"choosing on {len(choosing)} held-out images", file=sys.stderr)
-            held_out = [*labelled_batches(model, choosing, args.batch_size, device)]
-            fixed = [each for each in made if each.method in ("dense", uniform)]
-            made += budget_candidates(model, args.budget or (), usage or {}, held_out, args.kinds)
-            made += early_candidates(fixed, held_out) if args.early else []
-        tqdm.write(f"measuring accuracy on {len(samples)} images of {val}", file=sys.stderr)
-        points = measure_top1(made, samples, args.batch_size, device)
-        record = {
-            "command": typed_command(),
-            **environment(("torch", "torchvision", "timm"), device.type),
-            "checkpoint": str(args.checkpoint),
-            "dtype": args.dtype,
-            "data": str(val),
-            "images": len(samples),
-            "measured_on": str(measured_on) if prunes else None,
-            "measured_images": len(chosen),
-            "chosen_on": str(args.choose_on or val) if choosing else None,
-            "choosing_images": len(choosing),
-            "seed": args.seed,
-            "kinds": list(args.kinds),
-            "points": points,
-        }
-        write_record(out / "compression.json", record)
-        draw_compression(record, out / "compression.png")
-        print_table(table(record))
-        saved = {
-            f"{each.method}_{each.keep:g}/": each.model
-            for each in made
-            if args.save and each.method in _SAVED
-        }
-        for name, smaller in saved.items():
-            save_model(smaller, out / name)
-        print(f"Done. In {out}: {', '.join(('compression.json', 'compression.png', *saved))}")
+    make_folder(out, "--out")
+    usage = None
+    if prunes:
+        tqdm.write(f"measuring usage on {len(chosen)} images of {measured_on}", file=sys.stderr)
+        usage = measure_usage(model, tensor_batches(model, chosen, args.batch_size, device))
+    made = candidates(model, methods, keeps, usage, args.kinds, args.seed)
+    if choosing:
+        tqdm.write(f"choosing on {len(choosing)} held-out images", file=sys.stderr)
+        held_out = [*labelled_batches(model, choosing, args.batch_size, device)]
+        fixed = [each for each in made if each.method in ("dense", uniform)]
+        made += budget_candidates(model, args.budget or (), usage or {}, held_out, args.kinds)
+        made += early_candidates(fixed, held_out) if args.early else []
+    tqdm.write(f"measuring accuracy on {len(samples)} images of {val}", file=sys.stderr)
+    points = measure_top1(made, samples, args.batch_size, device)
+    record = {
+        **environment(device.type),
+        "checkpoint": str(args.checkpoint),
+        "dtype": args.dtype,
+        "data": str(val),
+        "images": len(samples),
+        "measured_on": str(measured_on) if prunes else None,
+        "measured_images": len(chosen),
+        "chosen_on": str(args.choose_on or val) if choosing else None,
+        "choosing_images": len(choosing),
+        "seed": args.seed,
+        "kinds": list(args.kinds),
+        "points": points,
+    }
+    write_record(out / "compression.json", record)
+    draw_compression(record, out / "compression.png")
+    print(table(record))
+    saved = {
+        f"{each.method}_{each.keep:g}/": each.model
+        for each in made
+        if args.save and each.method in _SAVED
+    }
+    for name, smaller in saved.items():
+        save_model(smaller, out / name)
+    print(f"Done. In {out}: {', '.join(('compression.json', 'compression.png', *saved))}")
 
 
-def table(record: Mapping[str, Any]) -> Table:
+def table(record: Mapping[str, Any]) -> str:
     """Lay out the points of a record as a table."""
-    data = printable(record["data"])
-    # Text, because the name of a folder may look like rich's markup
-    rows = Table(title=Text(f"top-1 accuracy on {record['images']} images of {data}"))
+    data = record["data"]
     pairs, costs = ("q, k, v", "output", "FFN"), ("params", "MB", "GFLOPs")
-    for name in ("method", "keep", *pairs, *costs, "top-1 %", "same %"):
-        rows.add_column(name, justify="left" if name == "method" else "right")
+    columns = ("keep", *pairs, *costs, "top-1 %", "same %")
+    lines = [
+        f"top-1 accuracy on {record['images']} images of {data}",
+        f"{'method':12}" + "".join(f"{name:>13}" for name in columns),
+    ]
     for point in record["points"]:
-        rows.add_row(
-            point["method"],
+        cells = (
             f"{point['keep']:g}",
             *(_span(point["pairs"][kind]) for kind in KINDS),
             f"{point['parameters']:,}",
@@ -148,7 +137,8 @@ def table(record: Mapping[str, Any]) -> Table:
             f"{point['top1']:.2f}",
             f"{point['agreement']:.2f}",
         )
-    return rows
+        lines.append(f"{point['method']:12}" + "".join(f"{cell:>13}" for cell in cells))
+    return "\n".join(lines)
 
 
 def _span(counts: int | list[int]) -> str:
@@ -193,9 +183,16 @@ def _choosing(
     return drawn.sample(others, min(len(others), args.measure_images)), [*samples]
 
 
+def _share(text: str) -> float:
+    if 0 < float(text) <= 1:
+        return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a share above 0 and at most 1")
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = command_parser(__doc__, parents=[model_arguments()])
+    parser = Parser(prog="tokenformer-vit compress", description=__doc__)
+    add_model(parser)
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="exported folder, .safetensors or .pth")
     add(
@@ -210,8 +207,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=METHODS,
         help="default: prune (nested for a nested model), and top-k without --budget and --early",
     )
-    share = number(lambda share: 0 < share <= 1, "a share above 0 and at most 1")
-    shares: Any = {"nargs": "+", "type": share, "metavar": "SHARE"}
+    shares: Any = {"nargs": "+", "type": _share, "metavar": "SHARE"}
     add(
         "--keep",
         **shares,

@@ -35,12 +35,11 @@ import timm
 import torch
 from safetensors import safe_open
 
-from tokenformer_vit.command_line import command_parser, printable, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import whole_file
 from tokenformer_vit.models.checkpoints import CONFIG, description_of, read_checkpoint
 
-from .arguments import model_arguments
+from .arguments import Parser, add_model, whole_number
 from .convert_vit import convert_vit, local_path
 
 # What can be given for one kind of model only.
@@ -125,7 +124,7 @@ def _from_released(args: argparse.Namespace) -> None:
         f"{config.depth} blocks, width {config.embed_dim}, {config.num_heads} heads, "
         f"{config.num_qkv_param_tokens} / {config.num_ffn_param_tokens} pairs: "
         f"{model.num_parameters():,} parameters of {str(model.dtype).removeprefix('torch.')}\n"
-        f"Done. In {printable(str(args.target))}: a model for transformers{_with(tokenizer)}"
+        f"Done. In {args.target}: a model for transformers{_with(tokenizer)}"
     )
 
 
@@ -162,7 +161,7 @@ def _from_gpt2(args: argparse.Namespace) -> None:
         f"{model.num_parameters():,} parameters, {source.num_parameters():,} in GPT-2, in float32\n"
         f"Relative error of the logits for {errors.numel()} random tokens: at most "
         f"{errors.max().item():.1e}, mean {errors.mean().item():.1e}\n"
-        f"Done. In {printable(str(args.target))}: a model for transformers{_with(tokenizer)}"
+        f"Done. In {args.target}: a model for transformers{_with(tokenizer)}"
     )
 
 
@@ -176,7 +175,7 @@ def _to_released(args: argparse.Namespace) -> None:
     args.target.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(args.target) as file:
         torch.save({name: tensor.detach() for name, tensor in state_dict.items()}, file)
-    target = printable(str(args.target))
+    target = str(args.target)
     print(f"Done. In {target}: {len(state_dict)} tensors under the released names")
 
 
@@ -191,7 +190,8 @@ def _language() -> Any:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser(__doc__, parents=[model_arguments()])
+    parser = Parser(prog="tokenformer-vit convert", description=__doc__)
+    add_model(parser)
     add = parser.add_argument
     add("source", metavar="IN", help="timm name, checkpoint or folder")
     add("target", type=Path, metavar="OUT", help="folder, or released file")

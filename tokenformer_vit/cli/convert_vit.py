@@ -12,33 +12,28 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from tokenformer_vit.benchmarking.costs import model_costs, total
-from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.models import from_vit
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.vision.compression import tensor_batches
 from tokenformer_vit.vision.images import find_images
 
-from .arguments import choose_device, is_file_name
-
 _NOISE = 32  # images, where no folder is given
 
 
 def convert_vit(args: argparse.Namespace) -> None:
     """Convert the ViT that the arguments name, and write an exported folder."""
-    is_file_name(args.target, "")
-    device = choose_device(args.device)
     paths = find_images([args.images]) if args.images else []
     vit: Any = load_vit(args).eval()
     model: Any = from_vit(vit)
     costs = [total(model_costs(each)) for each in (vit, model)]
     for each in (vit, model):
-        each.to(device)
+        each.to(args.device)
     if paths:
-        images: Iterable[Tensor] = tensor_batches(vit, paths, args.batch_size, device)
+        images: Iterable[Tensor] = tensor_batches(vit, paths, args.batch_size, args.device)
         what = f"{len(paths)} images of {args.images}"
     else:
-        images = tqdm(_noise(vit).to(device).split(args.batch_size), "comparing", disable=None)
+        images = tqdm(_noise(vit).to(args.device).split(args.batch_size), "comparing", disable=None)
         what = f"{_NOISE} images of noise"
     errors, same = compare(vit, model, images)
     error = f"{errors.max():.1e} at most, {errors.mean():.1e} on average, on {what} in float32"
@@ -49,7 +44,7 @@ def convert_vit(args: argparse.Namespace) -> None:
     facts["Relative error of the outputs"] = error
     if same is not None:
         facts["Same top-1 class"] = f"{same:.2%}"
-    shown = [f"{name}: {printable(facts[name])}" for name in [*facts][2:]]
+    shown = [f"{name}: {facts[name]}" for name in [*facts][2:]]
     for label, name, unit, form in (
         ("Parameters", "parameters", 1, ",.0f"),
         ("GFLOPs per image", "forward_flops", 1e9, ".4g"),
@@ -57,7 +52,7 @@ def convert_vit(args: argparse.Namespace) -> None:
         old, new = (getattr(each, name) / unit for each in costs)
         shown.append(f"{label}: {old:{form}} -> {new:{form}} ({new / old:.2f} times)")
     save_model(model.cpu(), args.target, facts={"Converted from": facts})
-    target = printable(str(args.target))
+    target = str(args.target)
     print(*shown, f"Done. In {target}: model.safetensors, config.json and README.md", sep="\n")
 
 

@@ -23,19 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
-from rich.text import Text
 from torch import nn
 
 from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total
 from tokenformer_vit.benchmarking.matched import matched_vit
-from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import LM_PRESETS, TokenFormerLM, TokenFormerViT, lm_config
 from tokenformer_vit.models.checkpoints import load_model
 
-from .arguments import MODEL_KWARGS
-from .tables import print_table
+from .arguments import MODEL_KWARGS, Parser, whole_number
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -54,20 +50,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     item = "sequence" if args.lm else "image"
     title = f"Parameters, and training GFLOPs per {item}: {names[0]} (left) and {names[1]} (right)"
-    table = Table("part", *["parameters", "GFLOPs"] * 2, title=Text(title, "bold"))
-    for column in table.columns[1:]:
-        column.justify = "right"
+    print(title)
+    print(f"{'part':24}", *[f"{'parameters':>16}{'GFLOPs':>14}"] * 2, sep="")
     for part, label in {**PARTS, "total": "total"}.items():
-        cells = []
-        for cost in (each[part] for each in costs):
-            cells += [f"{cost.parameters:,}", f"{cost.training_flops / 1e9:,.3f}"]
-        table.add_row(label, *cells, end_section=part == "other")
-    print_table(table)
+        cells = [
+            f"{cost.parameters:16,}{cost.training_flops / 1e9:14,.3f}"
+            for cost in (each[part] for each in costs)
+        ]
+        print(f"{label:24}", *cells, sep="")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = command_parser(__doc__)
+    parser = Parser(prog="tokenformer-vit costs", description=__doc__)
     add, name = parser.add_argument, "timm model name, or local-dir:FOLDER"
     add("--model", metavar="NAME", help=f"{name}; default: tokenformer_base")
     add("--model-kwargs", **MODEL_KWARGS)

@@ -27,11 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from tokenformer_vit.command_line import command_parser, printable, typed_command, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.records import environment, write_record
 
-from .arguments import choose_device
+from .arguments import Parser, device, whole_number
 
 _COLUMNS = ("tokens", "loss", "perplexity", "bits_per_byte", "word_perplexity")
 
@@ -45,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    device = choose_device(args.device)
-    model = language.load_language_model(args.model, args.mask).float().to(device)
+    model = language.load_language_model(args.model, args.mask).float().to(args.device)
     most = getattr(model.config, "max_position_embeddings", None)
     context = args.context or most or 1024
     if most and context > most:
@@ -58,17 +56,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("\t".join(("text", *_COLUMNS)))
     for name, values in texts.items():
         cells = (values[column] for column in _COLUMNS)
-        print(
-            printable(name), *("–" if cell is None else f"{cell:.5g}" for cell in cells), sep="\t"
-        )
+        print(name, *("–" if cell is None else f"{cell:.5g}" for cell in cells), sep="\t")
     out = args.out or args.model / "evaluation.json"
     settings = {"mask": args.mask, "context": context, "stride": stride}
-    settings |= {"batch_size": args.batch_size, "device": device.type}
+    settings |= {"batch_size": args.batch_size, "device": args.device.type}
     write_record(
         out,
         {
-            "command": typed_command(),
-            **environment(("torch", "transformers", "tokenizers"), device.type),
+            **environment(args.device.type),
             "model": str(args.model),
             "parameters": model.num_parameters(),
             "dtype": "autocast bfloat16" if args.amp else "float32",
@@ -77,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "texts": texts,
         },
     )
-    print(f"Done. In {printable(str(out))}: a record")
+    print(f"Done. In {out}: a record")
 
 
 def _measure(args: argparse.Namespace, model: Any, context: int, stride: int) -> dict[str, Any]:
@@ -106,7 +101,7 @@ def _measure(args: argparse.Namespace, model: Any, context: int, stride: int) ->
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser(__doc__)
+    parser = Parser(prog="tokenformer-vit evaluate-lm", description=__doc__)
     add, positive = parser.add_argument, whole_number(1)
     add("model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors")
     add("--tokenizer", type=Path, metavar="PATH", help="folder or file (default: MODEL)")
@@ -124,7 +119,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--batch-size", type=positive, default=8, metavar="B", help="default: %(default)s")
     add("--amp", action="store_true", help="bfloat16 by autocast; losses stay float32")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add("--device", type=device, default="auto", help="default: cuda if it is there, else cpu")
     add("--out", type=Path, metavar="FILE", help="default: evaluation.json in MODEL")
     args = parser.parse_args(argv)
     if not (args.text or args.data):

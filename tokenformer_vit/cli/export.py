@@ -10,35 +10,25 @@ averages) and config.json (architecture, arguments, preprocessing, class names).
 A checkpoint for mmpretrain (load_from, init_cfg), from a folder or a checkpoint of timm::
 
     tokenformer-vit export exported start.pth
-
-OUT appears whole or not at all.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from tokenformer_vit.command_line import command_parser
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import whole_file
 from tokenformer_vit.mmpretrain_names import classifier_state_dict
-from tokenformer_vit.models.checkpoints import (
-    DESCRIPTION,
-    describe_model,
-    load_model,
-    read_checkpoint,
-    save_model,
-)
+from tokenformer_vit.models import checkpoints
 
-from .arguments import is_file_name
+from .arguments import Parser
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    parser = command_parser(__doc__)
+def main(argv: list[str]) -> None:
+    """Run the command."""
+    parser = Parser(prog="tokenformer-vit export", description=__doc__)
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="IN", help="checkpoint or exported folder")
     add("target", type=Path, metavar="OUT", help="new folder, or file *.pth")
@@ -46,30 +36,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.target.exists():
         raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
-    if is_file_name(args.target, ".pth"):
-        _save_classifier(load_model(args.model, args.checkpoint), args.target)
-        print(f"Done. In {args.target}: the state dict of an mmpretrain classifier")
-        return
-    model = load_model(args.model, args.checkpoint)
-    content = read_checkpoint(args.checkpoint) if args.checkpoint.is_file() else {}
-    save_model(model, args.target, facts=content.get(DESCRIPTION, {}).get("card"))
-    print(f"Done. In {args.target}: model.safetensors, config.json and README.md")
+    model = checkpoints.load_model(args.model, args.checkpoint)
+    if args.target.suffix == ".pth":
+        content, what = classifier_checkpoint(model), "the state dict of an mmpretrain classifier"
+        with whole_file(args.target) as file:
+            torch.save(content, file)
+    else:
+        source = args.checkpoint
+        content = checkpoints.read_checkpoint(source) if source.is_file() else {}
+        facts = content.get(checkpoints.DESCRIPTION, {}).get("card")
+        checkpoints.save_model(model, args.target, facts=facts)
+        what = "model.safetensors, config.json and README.md"
+    print(f"Done. In {args.target}: {what}")
 
 
-def _save_classifier(model: Any, path: Path) -> None:
-    """Write a checkpoint that ``load_from`` and ``init_cfg`` of an mmpretrain classifier read."""
+def classifier_checkpoint(model: Any) -> dict[str, Any]:
+    """Return what ``load_from`` and ``init_cfg`` of an mmpretrain classifier read."""
     if not isinstance(getattr(model, "head", None), nn.Linear):
-        raise InputError(
-            f"{type(model).__name__} has no linear classifier called 'head': export a TokenFormer "
-            "or one of timm's ViTs that was trained to classify"
-        )
-    description = describe_model(model, model.num_classes)
+        raise InputError(f"{type(model).__name__} has no linear head: export a TokenFormer or ViT")
+    description = checkpoints.describe_model(model, model.num_classes)
     names = description.get("label_names")
-    content = {
+    return {
         "meta": {"dataset_meta": {"classes": names}} if names else {},
         "state_dict": classifier_state_dict(model.state_dict()),
-        DESCRIPTION: description,
+        checkpoints.DESCRIPTION: description,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as file:
-        torch.save(content, file)

@@ -19,10 +19,9 @@ from pathlib import Path
 
 import torch
 
-from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError
 
-from .arguments import choose_device
+from .arguments import Parser, device, whole_number
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,11 +34,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    device = choose_device(args.device)
     prompts = args.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not all(prompts) or not prompts:
         raise InputError("a prompt is empty: give a text after the model, or one a line on stdin")
-    model = language.load_language_model(args.model, args.mask).to(device)
+    model = language.load_language_model(args.model, args.mask).to(args.device)
     tokenizer = language.load_tokenizer(args.tokenizer or args.model, model.config.vocab_size)
     how = {"do_sample": not args.greedy, "max_new_tokens": args.max_new_tokens}
     if not args.greedy:
@@ -48,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number, prompt in enumerate(prompts):
         if number:
             print()
-        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(device)
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(args.device)
         model.generate(
             **inputs,
             **how,
@@ -59,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser(__doc__)
+    parser = Parser(prog="tokenformer-vit generate", description=__doc__)
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors")
     add("prompts", nargs="*", metavar="PROMPT", help="default: the lines of stdin")
@@ -82,6 +80,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="P",
         help="draw from the most likely tokens of total probability P (default: 1)",
     )
-    add("--seed", type=whole_number(0, 2**64 - 1), default=0, help="default: 0")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add("--seed", type=whole_number(0), default=0, help="default: 0")
+    add("--device", type=device, default="auto", help="default: cuda if it is there, else cpu")
     return parser.parse_args(argv)

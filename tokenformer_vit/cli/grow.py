@@ -24,11 +24,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from tokenformer_vit.command_line import command_parser, whole_number
-from tokenformer_vit.errors import InputError, is_out_of_memory
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import new_folder
 from tokenformer_vit.growth import INITS, grow, grow_state_dict
-from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.models.checkpoints import (
     description_of,
@@ -39,7 +37,7 @@ from tokenformer_vit.models.checkpoints import (
 )
 from tokenformer_vit.ops import THETAS
 
-from .arguments import MODEL_KWARGS, is_file_name
+from .arguments import MODEL_KWARGS, Parser, whole_number
 
 _FILE = ".safetensors"  # suffix of OUT, if it is a file of tensors
 
@@ -58,19 +56,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "nested": args.nested,
         "seed": args.seed,
     }
-    try:
-        if args.target.suffix == _FILE:
-            _grow_file(args, how)
-        else:
-            _grow_model(args, how)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        numbers = [f"--{kind} {getattr(args, kind)}" for kind in COUNTS if getattr(args, kind)]
-        raise InputError(
-            f"there is not enough memory to grow {args.source} with {' '.join(numbers)}: give "
-            "smaller numbers"
-        ) from error
+    if args.target.suffix == _FILE:
+        _grow_file(args, how)
+    else:
+        _grow_model(args, how)
 
 
 def _grow_file(args: argparse.Namespace, how: dict) -> None:
@@ -136,7 +125,7 @@ def _change(before: TokenFormerViT, after: TokenFormerViT) -> float:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser(__doc__)
+    parser = Parser(prog="tokenformer-vit grow", description=__doc__)
     add = parser.add_argument
     add("source", type=Path, metavar="IN", help="exported folder, or checkpoint")
     add("target", type=Path, metavar="OUT", help="folder, or .safetensors file")
@@ -166,7 +155,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not (args.qkv or args.proj or args.ffn):
         parser.error("give a new number of pairs: --qkv, --proj or --ffn")
-    to_file = is_file_name(args.target, _FILE)
+    to_file = args.target.suffix == _FILE
     if to_file and (args.model or args.model_kwargs):
         parser.error(
             f"--model and --model-kwargs are for a folder as OUT, but {args.target} is a file of "

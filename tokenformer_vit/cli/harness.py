@@ -1,21 +1,16 @@
-"""Run the command of lm-evaluation-harness with the TokenFormer language models registered.
+"""Run lm-evaluation-harness, which finds only models that are imported, with our models.
 
-The harness finds only models that are imported. All arguments are passed to the harness::
-
-    tokenformer-vit lm-eval run --model hf --model_args pretrained=work_dirs/run --tasks piqa boolq
-    tokenformer-vit lm-eval ls tasks
+tokenformer-vit lm-eval run --model hf --model_args pretrained=work_dirs/run --tasks piqa boolq
 """
 
 import sys
-from collections.abc import Sequence
-from importlib import import_module
+
+from lm_eval.__main__ import cli_evaluate
+
+from tokenformer_vit import language  # noqa: F401  # registers the models
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the harness with ``argv``, or else with the command line."""
-    harness = import_module("lm_eval.__main__")  # of the extra [evaluation]
-    from tokenformer_vit import language  # noqa: F401  # registers the models
-
-    if argv is not None:
-        sys.argv = [sys.argv[0], *argv]
-    harness.cli_evaluate()
+def main(argv: list[str]) -> None:
+    """Run the harness with its own arguments."""
+    sys.argv = ["lm-eval", *argv]
+    cli_evaluate()

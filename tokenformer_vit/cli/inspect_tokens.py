@@ -22,53 +22,52 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenformer_vit.command_line import command_parser, whole_number
-from tokenformer_vit.files import results_folder
+from tokenformer_vit.files import make_folder
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.records import write_record
 from tokenformer_vit.vision.drawing import draw_exemplars, draw_maps
 from tokenformer_vit.vision.images import find_images, say_skipped
 from tokenformer_vit.vision.inspection import MOST, find_exemplars, map_tokens
 
-from .arguments import add_images, choose_device, model_arguments
+from .arguments import Parser, add_model, whole_number
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = parse(argv)
-    device = choose_device(args.device)
     paths = find_images(args.images)
-    with results_folder(args.out, "--out"):
-        model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs)
+    make_folder(args.out, "--out")
+    model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs)
 
-        skipped: list[Path] = []
+    skipped: list[Path] = []
 
-        def skip(path: Path, error: Exception) -> None:
-            skipped.append(path)
-            say_skipped(path, error)
+    def skip(path: Path, error: Exception) -> None:
+        skipped.append(path)
+        say_skipped(path, error)
 
-        wanted = {
-            **{"layer": args.layer, "tokens": args.tokens, "top": args.top, "skipped": skip},
-            **{"batch_size": args.batch_size, "device": device},
-        }
-        if args.exemplars:
-            record = find_exemplars(model, paths, number=args.exemplars, **wanted)
-        else:
-            record = map_tokens(model, paths, **wanted)
-        draw = draw_exemplars if args.exemplars else draw_maps
-        draw(record, model, args.out / "tokens.png")
-        write_record(args.out / "tokens.json", {"checkpoint": str(args.checkpoint), **record})
-        print(f"Done. {record['layer']}: {args.out / 'tokens.png'}, {args.out / 'tokens.json'}")
+    wanted = {
+        **{"layer": args.layer, "tokens": args.tokens, "top": args.top, "skipped": skip},
+        **{"batch_size": args.batch_size, "device": args.device},
+    }
+    if args.exemplars:
+        record = find_exemplars(model, paths, number=args.exemplars, **wanted)
+    else:
+        record = map_tokens(model, paths, **wanted)
+    draw = draw_exemplars if args.exemplars else draw_maps
+    draw(record, model, args.out / "tokens.png")
+    write_record(args.out / "tokens.json", {"checkpoint": str(args.checkpoint), **record})
+    print(f"Done. {record['layer']}: {args.out / 'tokens.png'}, {args.out / 'tokens.json'}")
     if skipped:
         sys.exit(1)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = command_parser(__doc__, parents=[model_arguments()])
+    parser = Parser(prog="tokenformer-vit inspect", description=__doc__)
+    add_model(parser)
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help=".safetensors or .pth")
-    add_images(parser)
+    add("images", type=Path, nargs="+", metavar="IMAGE", help="image file, or folder of images")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder for the two files")
     add(
         "--layer",

@@ -29,20 +29,18 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from tokenformer_vit.command_line import command_parser, printable, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.vision.images import find_images, say_skipped
 from tokenformer_vit.vision.prediction import predict
 
-from .arguments import add_images, choose_device, model_arguments
+from .arguments import Parser, add_model, whole_number
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = _parse(argv)
-    device = choose_device(args.device)
     paths = find_images(args.images)
     checkpoint = args.checkpoint or _weights_in_package(args.model)
     model = load_model(args.model, checkpoint, args.num_classes, **args.model_kwargs)
@@ -51,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if checkpoint is None and not args.model.startswith("local-dir:"):
         warning = f"{args.model} has random weights, so its answers are random"
         tqdm.write(f"warning: no --checkpoint: {warning}", file=sys.stderr)
-    results = predict(model, paths, args.topk, args.batch_size, device)
+    results = predict(model, paths, args.topk, args.batch_size, args.device)
     done = _print_json(results) if args.json else _print_table(results)
     if done == 0:
         raise InputError("none of the images could be read; the lines above say why")
@@ -60,9 +58,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser(__doc__, parents=[model_arguments()])
+    parser = Parser(prog="tokenformer-vit predict", description=__doc__)
+    add_model(parser)
     add = parser.add_argument
-    add_images(parser)
+    add("images", type=Path, nargs="+", metavar="IMAGE", help="image file, or folder of images")
     add("--checkpoint", type=Path, metavar="FILE", help=".safetensors or .pth")
     add("--topk", type=whole_number(1), default=5, metavar="K", help="default: 5")
     add(
@@ -106,8 +105,8 @@ def _print_table(results: Iterable[tuple[Path, Any]]) -> int:
         for rank, guess in enumerate(top):
             table.add_row(
                 # Text: names may look like rich's markup.
-                Text(printable(str(path)) if rank == 0 else ""),
-                Text(printable(guess["label"])),
+                Text(str(path) if rank == 0 else ""),
+                Text(guess["label"]),
                 str(guess["index"]),
                 f"{guess['probability']:.2%}",
                 end_section=rank == len(top) - 1,

@@ -22,10 +22,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.vision.folders import check_images, folder_names, unpack
 from tokenformer_vit.vision.sources import digits_splits, parquet_splits
+
+from .arguments import Parser, whole_number
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser(__doc__)
+    parser = Parser(prog="tokenformer-vit prepare-data", description=__doc__)
     add = parser.add_argument
     add("source", type=Path, nargs="?", help="folder with *.parquet files at any depth")
     add("target", type=Path, help="folder for train/ and val/")

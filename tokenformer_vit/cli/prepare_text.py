@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenformer_vit.command_line import command_parser, number, printable, whole_number
 from tokenformer_vit.errors import InputError
+
+from .arguments import Parser, whole_number
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,10 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{split}: {counts['tokens']:,} tokens of {counts['documents']:,} documents, "
             f"{counts['bytes']:,} bytes"
         )
-    print(
-        f"Done. In {printable(str(args.target))}: a vocabulary of {meta['vocab_size']:,} "
-        f"({printable(args.tokenizer)})"
-    )
+    print(f"Done. In {args.target}: a vocabulary of {meta['vocab_size']:,} ({args.tokenizer})")
 
 
 def _texts(args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
@@ -97,8 +95,14 @@ def _tokenizer(args: argparse.Namespace, texts: Sequence[Any]) -> Any:
     return language.load_tokenizer(args.tokenizer)
 
 
+def _share(text: str) -> float:
+    if 0 <= float(text) < 1:
+        return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0 and below 1")
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser(__doc__)
+    parser = Parser(prog="tokenformer-vit prepare-text", description=__doc__)
     add, positive = parser.add_argument, whole_number(1)
     add("sources", type=Path, nargs="*", metavar="SOURCE", help="file, or folder of files")
     add("target", type=Path, metavar="OUT", help="new folder")
@@ -113,8 +117,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--hub-config", metavar="NAME", help="configuration of the data set")
     add("--hub-revision", metavar="NAME", help="branch, tag or commit")
     add("--split", default="train", help="split of --hub (default: train)")
-    add("--reversal", type=whole_number(2, 10**7), metavar="LINES", help="draw lines of digits")
-    add("--digits", type=whole_number(8, 18), default=16, help="of --reversal (default: 16)")
+    add("--reversal", type=whole_number(2), metavar="LINES", help="draw lines of digits")
+    add("--digits", type=int, choices=range(8, 19), default=16, help="of --reversal (default: 16)")
     add("--seed", type=whole_number(0), default=0, help="of --reversal (default: 0)")
     add(
         "--tokenizer",
@@ -131,7 +135,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add(
         "--val-share",
-        type=number(lambda share: 0 <= share < 1, "a number of at least 0 and below 1"),
+        type=_share,
         default=0.005,
         metavar="SHARE",
         help="share that is held out: the end of each long text file, or documents that a hash of "

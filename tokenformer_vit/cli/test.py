@@ -1,44 +1,37 @@
 """Measure a trained image classifier: accuracy, per-class metrics, confusion matrix."""
 
-import argparse
 from pathlib import Path
 
-from .arguments import add_run_arguments, parse_run_arguments
+from mmengine.dist import is_main_process
+
+from tokenformer_vit.training.config import check_folders, load_config
+from tokenformer_vit.training.distributed import is_first, start_processes
+from tokenformer_vit.training.evaluate import configure_test, run_test
+
+from .arguments import Parser, add_run
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Run the command."""
-    from mmengine.dist import is_main_process
-
-    from tokenformer_vit.training import config
-    from tokenformer_vit.training.distributed import is_first, start_processes
-    from tokenformer_vit.training.evaluate import configure_test, run_test
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    add = parser.add_argument
+    parser = Parser(prog="tokenformer-vit test", description=__doc__)
+    add, weights = parser.add_argument, "exported folder, its model.safetensors, or epoch_*.pth"
     add("config", help="config of the training, such as configs/digits_demo.py")
-    add(
-        "checkpoint",
-        type=Path,
-        help="exported folder, its model.safetensors, or a training checkpoint (epoch_*.pth), "
-        "whose validated weights are tested: averaged ones, if the run averages",
-    )
-    add_run_arguments(parser)
+    add("checkpoint", type=Path, help=f"{weights}, whose averaged weights are tested if it has any")
+    add_run(parser)
     add("--out", type=Path, help="folder of the results (default: test/ beside the weights)")
-    args = parse_run_arguments(parser, argv)
+    args = parser.parse_args(argv)
 
     options = {"log_level": "WARNING", **(args.cfg_options or {})}  # a test logs little
     if args.batch_size is not None:
         options["test_dataloader.batch_size"] = args.batch_size
-    cfg = config.load_config(args.config, options, args.data_root, compile=args.compile)
+    cfg = load_config(args.config, options, args.data_root, compile=args.compile)
     if is_first(args.launcher):
-        config.check_folders(cfg, ("test_dataloader",))
+        check_folders(cfg, ("test_dataloader",))
     folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
     out = args.out or folder / "test"
     configure_test(cfg, args.checkpoint, out)
     cfg.launcher = args.launcher
     start_processes(cfg)
-
     run_test(cfg, args.cfg_options)
     if is_main_process():
         files = ("metrics.json", "per_class.csv", "predictions.csv", "confusion_matrix.png")

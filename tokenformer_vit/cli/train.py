@@ -16,17 +16,56 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from tokenformer_vit.command_line import command_parser, whole_number
+import torch
+from mmengine.config import Config
+from mmengine.dist import broadcast_object_list
 
-from .arguments import add_run_arguments, parse_run_arguments
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import locked_folder, make_folder
+from tokenformer_vit.training import config, distributed
+from tokenformer_vit.training.folder import Start, configure_folder
+from tokenformer_vit.training.runner import run_training
+
+from .arguments import Parser, add_run, whole_number
+
+_RESULTS = ("model.safetensors", "config.json", "curves.png", "record.json")
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Define the options."""
-    parser = command_parser(__doc__)
+def main(argv: list[str]) -> None:
+    """Run the command."""
+    args = _parse(argv)
+    first = distributed.is_first(args.launcher)
+    start = Start(args.model, args.checkpoint, args.freeze)
+    if Path(args.config).is_dir():
+        args.work_dir = args.work_dir or f"work_dirs/{Path(args.config).resolve().name}"
+        args.config = configure_folder(args.config, args.work_dir, start, args.resume, first)
+    elif start != Start():
+        raise InputError("--model, --checkpoint and --freeze need a folder of images, no config")
+    cfg = _configure(args)
+    if first:
+        config.check_folders(cfg, ("train_dataloader", "val_dataloader"))
+    work_dir = Path(cfg.work_dir)
+    make_folder(work_dir, "--work-dir")
+    distributed.start_processes(cfg)
+    # A refused run leaves the file of the former one; a copy of the file starts a new run.
+    begin = partial(config.write_config, copy.deepcopy(cfg)) if first else None
+    with locked_folder(work_dir) if first else nullcontext():
+        if first:
+            config.choose_checkpoint(cfg, args.resume)
+        chosen = [cfg.resume, cfg.load_from]
+        broadcast_object_list(chosen)
+        cfg.resume, cfg.load_from = chosen
+        runner = run_training(cfg, begin)
+    if runner.rank == 0:
+        written = ", ".join(name for name in _RESULTS if (work_dir / name).is_file())
+        print(f"\nDone. In {work_dir}: {written}, checkpoints (*.pth), and logs")
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="tokenformer-vit train", description=__doc__)
     add = parser.add_argument
     add("config", metavar="CONFIG", help="config, such as configs/imagenet_base.py, or a folder")
-    add_run_arguments(parser)
+    add_run(parser)
     add("--work-dir", help="folder of the results (default: work_dirs/CONFIG)")
     add("--resume", nargs="?", const="auto", help="continue from the last checkpoint, or this one")
     add("--amp", action="store_true", help="train and validate under bfloat16 autocast")
@@ -37,28 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", metavar="NAME", help="a TokenFormer or ViT (default: a small TokenFormer)")
     add("--checkpoint", type=Path, metavar="FILE", help="trained model to fine-tune")
     add("--freeze", action="store_true", help="train only the head of --checkpoint")
-    return parser
+    return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command."""
-    import torch
-    from mmengine.dist import broadcast_object_list
-
-    from tokenformer_vit.files import locked_folder, make_folder, remove_leftovers
-    from tokenformer_vit.training import config, distributed
-    from tokenformer_vit.training.folder import Start, configure_folder
-    from tokenformer_vit.training.runner import run_training
-
-    parser = _parser()
-    args = parse_run_arguments(parser, argv)
-    first = distributed.is_first(args.launcher)
-    start = Start(args.model, args.checkpoint, args.freeze)
-    if Path(args.config).is_dir():
-        args.work_dir = args.work_dir or f"work_dirs/{Path(args.config).resolve().name}"
-        args.config = configure_folder(args.config, args.work_dir, start, args.resume, first)
-    elif start != Start():
-        parser.error("--model, --checkpoint and --freeze need a folder of images, not a config")
+def _configure(args: argparse.Namespace) -> Config:
+    """Read the config, and let the options change it."""
     typed = {"randomness.seed": args.seed, "train_dataloader.batch_size": args.batch_size}
     options = (args.cfg_options or {}) | {k: v for k, v in typed.items() if v is not None}
     cfg = config.load_config(args.config, options, args.data_root, args.work_dir, args.compile)
@@ -68,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
         config.set_autocast(cfg)
     if args.auto_scale_lr:
         if not cfg.get("auto_scale_lr"):
-            parser.error(f"--auto-scale-lr: {args.config} has no auto_scale_lr.base_batch_size")
+            raise InputError(f"--auto-scale-lr: {args.config} has no auto_scale_lr.base_batch_size")
         cfg.auto_scale_lr.enable = True
     if args.deterministic:
         cfg.randomness.deterministic = True
@@ -77,22 +99,4 @@ def main(argv: list[str] | None = None) -> None:
     if backends and find_spec("tensorboard"):
         backends.append({"type": "TensorboardVisBackend"})
     config.check_config(cfg)
-    if first:
-        config.check_folders(cfg, ("train_dataloader", "val_dataloader"))
-    work_dir = Path(cfg.work_dir)
-    make_folder(work_dir, "--work-dir")
-    distributed.start_processes(cfg)
-    # A refused run leaves the file of the former one; a copy of the file starts a new run.
-    begin = partial(config.write_config, copy.deepcopy(cfg)) if first else None
-    with locked_folder(work_dir) if first else nullcontext():
-        if first:
-            remove_leftovers(work_dir)
-            config.choose_checkpoint(cfg, args.resume)
-        chosen = [cfg.resume, cfg.load_from]
-        broadcast_object_list(chosen)
-        cfg.resume, cfg.load_from = chosen
-        runner = run_training(cfg, begin)
-    if runner.rank == 0:
-        names = ("model.safetensors", "config.json", "curves.png", "record.json")
-        written = ", ".join(name for name in names if (work_dir / name).is_file())
-        print(f"\nDone. In {work_dir}: {written}, checkpoints (*.pth), and logs")
+    return cfg

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokenformer_vit.records import environment, read_record
+from tokenformer_vit.records import environment, read_json
 
 from .questions import Question
 from .record import find_record
@@ -118,7 +118,7 @@ def _recorded_rates(left: Sequence[Run], costs: Mapping[str, tuple[int, int]]) -
         seen, flops = costs[each.about["variant"]]
         own[each.about["parameters"]] = flops / seen
     for path in sorted(run.out.parent.glob(f"*_{run.base.stem}/*.json")):
-        record = read_record(path)
+        record = read_json(path)
         if record.get("hardware") != here["hardware"] or record.get("resumed_at_iteration") != 0:
             continue
         if record.get("cpu", here.get("cpu")) != here.get("cpu"):  # older records do not name it

@@ -7,17 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
-
-from tokenformer_vit.command_line import error_line
-from tokenformer_vit.files import IN_USE
-from tokenformer_vit.interrupts import signals_interrupt
 
 from .record import collect, find_record
 from .run import ROOT, Run, shown
@@ -164,7 +160,7 @@ def _end(started: _Started) -> str:
         file.seek(started.begin)
         line = error_line(file.read().decode(errors="replace"), status)
     # Only a training locks a folder. If a sweep tried the lock, a training could find it taken.
-    if IN_USE in line:
+    if " is in use: " in line:
         return f"{run.name} is skipped: another process is training it"
     if status == 0:
         line = f"it ended without a record of {run.length} {run.field.length}"
@@ -201,3 +197,37 @@ def _done(run: Run) -> int:
         if begun:
             return int(begun[-1]) - 1
     return 0
+
+
+def error_line(output: str, status: int) -> str:
+    """Return the output line that says why a process failed; a signal gives a negative status."""
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    # torchrun ends with its own error, which does not give the cause.
+    raised = [
+        line
+        for line in lines
+        if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)
+        and "ChildFailedError" not in line
+    ]
+    line = (ours or raised or lines or [f"exit status {status}, and no output"])[-1]
+    return line.replace(f"{Path.cwd()}{os.sep}", "")
+
+
+@contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Treat a scheduler's SIGTERM, and a terminal that is closed, like Ctrl-C.
+
+    A shell starts background commands with SIGINT ignored, and their child processes would ignore
+    it, too. Inside this context they do not.
+    """
+    names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

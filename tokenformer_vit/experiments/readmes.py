@@ -13,7 +13,7 @@ from statistics import mean, median, stdev
 from typing import Any
 
 from tokenformer_vit.benchmarking.benchmark import MATCHED
-from tokenformer_vit.records import read_record
+from tokenformer_vit.records import read_json
 
 from .fields import Field
 from .image_models import IMAGES
@@ -145,7 +145,7 @@ def _run(root: Path, link: Link, name: str, what: str, length: str, *results: st
     path = root / RUNS / f"{name}.json"
     if not path.is_file():
         return [what, "not run"]
-    run = read_record(path)
+    run = read_json(path)
     return [
         link(what, f"{RUNS}/{name}.json"),
         f"{run['hardware']}, {run['dtype']}",
@@ -163,7 +163,7 @@ def _image_speed(root: Path, link: Link) -> str:
     gpus: dict[str, set[str]] = {}  # the groups that each of them has
     small = []
     for path in sorted((root / SPEED).glob("speed_*.json")):
-        record = read_record(path)
+        record = read_json(path)
         name = link(record["hardware"], f"{SPEED}/{path.name}")
         name += f", products by {record['products']}" if "products" in record else ""
         if _BASE.items() <= record.items():
@@ -183,7 +183,7 @@ def _language_speed(root: Path, link: Link) -> str:
     """Render the benchmarks of language models."""
     rows = []
     for path in sorted((root / SPEED).glob("speed_lm_*.json")):
-        record = read_record(path)
+        record = read_json(path)
         what = f"`{record['model']}`, {record['num_tokens']} tokens, {record['hardware']}"
         if record["baseline"] != "transformer":
             what += f", to a {record['baseline']}"

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.records import environment, read_record, write_record
+from tokenformer_vit.records import environment, read_json, write_record
 from tokenformer_vit.training.reports import read_scalars
 
 from .fields import Field
@@ -58,7 +58,7 @@ def find_record(run: Run) -> dict[str, Any] | None:
     """
     if not run.record.is_file():
         return None
-    record = read_record(run.record)
+    record = read_json(run.record)
     there, wanted = ({key: each.get(key) for key in _IDENTITY} for each in (record, run.about))
     if run.field.length in record:  # the base may be another with --same-training
         there[run.field.length], wanted[run.field.length] = record[run.field.length], run.length
@@ -76,7 +76,7 @@ def adopt(run: Run, processes: int) -> str | None:
     # Other code, or another number of processes, would not give the same numbers.
     wanted = plain({**wanted, "commit": environment()["commit"], "processes": processes})
     for path in sorted(run.out.parent.glob(f"*_{run.base.stem}/*.json")):
-        record = read_record(path)
+        record = read_json(path)
         there = {key: record.get(key, "") for key in wanted}
         for each in (there, wanted):
             # The working tree may be dirty only because of a new record.
@@ -93,7 +93,7 @@ def collect(run: Run, failed: str | None = None) -> dict[str, Any]:
     measure = run.field.measure
     train, val = read_scalars(sorted(run.folder.glob("*/vis_data/scalars.json")))
     if failed is None:
-        training = read_record(run.folder / "record.json")
+        training = read_json(run.folder / "record.json")
         training["training_command"] = training.pop("command")
     else:
         training = {**environment(), "failed": failed, "n": 1}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.records import read_record
+from tokenformer_vit.records import read_json
 
 from .questions import Question
 from .rows import Record
@@ -32,7 +32,7 @@ def read_sweep(question: Question, folder: Path) -> list[Record]:
         InputError: If a record has an unknown variant, or the records differ in more than the
             variant.
     """
-    records = {path: read_record(path) for path in sorted(folder.glob("*.json"))}
+    records = {path: read_json(path) for path in sorted(folder.glob("*.json"))}
     records = {
         path: each for path, each in records.items() if each.get("question") == question.name
     }

@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
-from tokenformer_vit.records import read_record
+from tokenformer_vit.records import read_json
 
 from .fields import Config, Field
 from .variants import PAIRS
@@ -65,7 +65,7 @@ class Run:
     def is_finished(self) -> bool:
         """Whether the training came to its end."""
         path = self.folder / "record.json"
-        return path.is_file() and read_record(path)[self.field.length] == self.length
+        return path.is_file() and read_json(path)[self.field.length] == self.length
 
     def write_config(self) -> None:
         """Write the config.

@@ -9,7 +9,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from tokenformer_vit.command_line import positive_number, run_tool, whole_number
+from tokenformer_vit import cli
+from tokenformer_vit.cli.arguments import Parser, add_run, whole_number
 
 from .questions import Question
 from .rows import best_lr, by_variant
@@ -18,7 +19,7 @@ from .run import Run
 
 def main(question: Question, argv: Sequence[str] | None = None) -> None:
     """Run the command line of a question, and end it in one line."""
-    run_tool(lambda: sweep(question, argv))
+    cli.run(lambda words: sweep(question, words), argv)
 
 
 def sweep(question: Question, argv: Sequence[str] | None = None) -> None:
@@ -141,13 +142,11 @@ def _best_rates(question: Question, runs: Sequence[Run]) -> dict[str, float | No
 
 def parse(question: Question, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line of a question."""
-    from tokenformer_vit.cli.arguments import add_run_arguments, parse_run_arguments
-
-    parser = argparse.ArgumentParser(description=question.text)
+    parser = Parser(description=question.text)
     add = parser.add_argument
     add("--config", required=True, help="such as configs/cifar10_tiny.py")
     add("--seeds", type=whole_number(1), default=1, metavar="N", help="seeds 0 to N - 1")
-    add("--lr", type=positive_number, nargs="+", help="learning rates, each for every variant")
+    add("--lr", type=float, nargs="+", help="learning rates, each for every variant")
     add(
         "--lr-seeds",
         type=whole_number(1),
@@ -156,7 +155,7 @@ def parse(question: Question, argv: Sequence[str] | None) -> argparse.Namespace:
         "chosen for each variant (default: all seeds)",
     )
     add("--variants", nargs="+", choices=[variant.name for variant in question.variants])
-    add_run_arguments(parser)
+    add_run(parser)
     add("--amp", action="store_true", help="train under bfloat16 autocast")
     add("--nproc-per-node", type=whole_number(1), metavar="N", help="start each run by torchrun")
     add(
@@ -188,7 +187,7 @@ def parse(question: Question, argv: Sequence[str] | None) -> argparse.Namespace:
         help="folder of the records (default: ablations/results/QUESTION_CONFIG for configs of "
         "this repository, work_dirs/ablations/results/QUESTION_CONFIG for your own)",
     )
-    args = parse_run_arguments(parser, argv)
+    args = parser.parse_args(argv)
     if args.nproc_per_node:
         args.launcher = "pytorch"
     elif args.launcher == "pytorch":

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tokenformer_vit.files import write_figure, write_whole
+from tokenformer_vit.files import write_whole
 
 from . import readmes
 from .image_models import IMAGES
@@ -202,7 +202,7 @@ def _draw(question: Question, records: Sequence[Record], folder: Path) -> None:
         figures["_diagnostics"] = draw_diagnostics(question.field, question.variants, records)
     for name, figure in figures.items():
         path = folder.parent / f"{folder.name}{name}.png"
-        write_figure(path, figure, dpi=100, metadata={"Software": None})
+        figure.savefig(path, dpi=100, metadata={"Software": None})
 
 
 def _has_layers(records: Iterable[Record]) -> bool:

@@ -4,6 +4,7 @@ Reading runs no code, and finds damage by the SHA-256 in ``config.json`` or a ``
 """
 
 import argparse
+import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError, one_line
-from tokenformer_vit.files import content_digest, new_folder
+from tokenformer_vit.files import new_folder
 from tokenformer_vit.layers.arguments import EPS
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 
@@ -79,10 +80,19 @@ def description_of(path: Path, content: Mapping[str, Any] | None = None) -> dict
     return (content or {}).get(DESCRIPTION) or {}
 
 
+def _digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def check_digest(path: Path) -> None:
     """Compare exported weights with the SHA-256 in their ``config.json``, if it has one."""
     expected = description_of(path).get("sha256")
-    if expected is not None and expected != content_digest([path]):
+    if expected is not None and expected != _digest(path):
         raise InputError(
             f"{path} is damaged or was replaced ({CONFIG} has another SHA-256): copy both again"
         )
@@ -247,7 +257,7 @@ def save_model(
     with new_folder(folder) as partial:
         tensors = {name: each.contiguous() for name, each in model.state_dict().items()}
         save_file(tensors, partial / WEIGHTS, {"format": "pt"})
-        description["sha256"] = content_digest([partial / WEIGHTS])
+        description["sha256"] = _digest(partial / WEIGHTS)
         (partial / CONFIG).write_text(json.dumps(description, indent=2), encoding="utf-8")
         # An edited card has a license line of its own.
         if not card.is_file() or _LICENSE in card.read_text(encoding="utf-8", errors="replace"):

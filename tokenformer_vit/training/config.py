@@ -43,7 +43,10 @@ def read_config(path: str | Path) -> Config:
     """Read a config, which may inherit from ``tokenformer_vit::NAME``, a shipped one."""
     # mmengine finds `package::config` only in OpenMMLab's packages, and has no public way to add.
     with mock.patch.object(Config, "_get_cfg_path", staticmethod(_find_base)):
-        return Config.fromfile(find_config(path))
+        try:
+            return Config.fromfile(find_config(path))
+        except SystemExit as error:  # its status may be 0
+            raise InputError(f"{path} ends the program: leave exit() out") from error
 
 
 def _find_base(name: str, file: str) -> tuple[str, str | None]:

@@ -18,9 +18,8 @@ from mmengine.hooks import Hook
 from sklearn.metrics import ConfusionMatrixDisplay, precision_recall_fscore_support
 from tqdm import tqdm
 
-from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import make_folder, write_figure, write_whole
+from tokenformer_vit.files import make_folder, write_whole
 from tokenformer_vit.models.checkpoints import WEIGHTS
 from tokenformer_vit.records import environment
 
@@ -165,7 +164,7 @@ def _write(folder: Path, record: dict[str, Any], rows: list[tuple], classes: lis
         return
     table = [tuple(row.values()) for row in record["classes"]]
     for _, name, *shares, support in table if len(table) <= _MANY else ():
-        print(f"  {printable(name):32.32}", *(f"{share:7.2f}" for share in shares), f"{support:7}")
+        print(f"  {name:32.32}", *(f"{share:7.2f}" for share in shares), f"{support:7}")
     _write_csv(folder / "per_class.csv", _COLUMNS, table)
     named = ((path, classes[label], classes[best], score) for path, label, best, score in rows)
     _write_csv(folder / "predictions.csv", ("path", "label", "predicted", "score"), named)
@@ -178,10 +177,9 @@ def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]
     writer = csv.writer(lines, lineterminator="\n")
     writer.writerow(columns)
     for row in rows:
-        cells = [printable(cell) if isinstance(cell, str) else cell for cell in row]
         # A spreadsheet computes a cell that begins like this; after ' it is text.
         computed = ("=", "+", "-", "@")
-        writer.writerow([f"'{cell}" if str(cell).startswith(computed) else cell for cell in cells])
+        writer.writerow([f"'{cell}" if str(cell).startswith(computed) else cell for cell in row])
     write_whole(path, lines.getvalue().encode(errors="backslashreplace"))
 
 
@@ -190,14 +188,16 @@ def draw_confusion(
 ) -> None:
     """Draw counts by true and predicted class into a PNG, with what there is room for."""
     size = len(names)
+    # Escaped: matplotlib reads text between two $ as a formula, and only UTF-8.
+    shown = [name[:32].encode(errors="backslashreplace").decode() for name in names]
+    shown = [name.replace("$", r"\$") for name in shown]
     figure = Figure(figsize=(10, 10), layout="constrained")
     axes = figure.subplots()
     ConfusionMatrixDisplay.from_predictions(
         labels,
         answers,
         labels=range(size),
-        # Escaped: matplotlib reads text between two $ as a formula.
-        display_labels=[printable(name)[:32].replace("$", r"\$") for name in names],
+        display_labels=shown,
         include_values=size <= _MANY,
         values_format="d",
         xticks_rotation="vertical",
@@ -209,4 +209,4 @@ def draw_confusion(
     if size > 50:  # no room for names
         axes.set(xticks=[], yticks=[])
     axes.set_title(f"Confusion matrix: {len(labels):,} images, {size} classes")
-    write_figure(path, figure, dpi=150)
+    figure.savefig(path, dpi=150)

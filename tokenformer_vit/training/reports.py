@@ -15,9 +15,7 @@ from mmengine.dist import master_only
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from tokenformer_vit.command_line import typed_command
-from tokenformer_vit.files import write_figure
-from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
+from tokenformer_vit.records import environment, write_record
 
 from .distributed import unwrap
 from .export import (
@@ -46,7 +44,6 @@ class ResultsHook(Hook):
     """
 
     priority = "LOWEST"
-    packages: tuple[str, ...] = ()  # whose versions are recorded, besides those of all runs
 
     def __init__(self, export: bool = True) -> None:
         self.not_exported = None if export else "the config says export=False"
@@ -55,7 +52,7 @@ class ResultsHook(Hook):
     def before_train(self, runner) -> None:
         """Start the clock, note the commit before it can change, and try the export."""
         self._start, self._first = time.monotonic(), runner.iter
-        self._environment = environment((*TRAINING_PACKAGES, *self.packages))
+        self._environment = environment()
         self.not_exported = self.not_exported or self.prepare_export(runner)
         if self.not_exported:
             runner.logger.warning(f"This run exports no model: {self.not_exported}")
@@ -107,7 +104,6 @@ class ResultsHook(Hook):
             if name.startswith("val/") and name not in ("val/time", "val/data_time")
         }
         record = {
-            "command": typed_command(),
             **self._environment,
             "config": Path(runner.cfg.filename or "").name,
             "processes": runner.world_size,
@@ -201,4 +197,4 @@ def draw_curves(
     rate.set(ylim=(0, None))
     loss.legend()
     figure.suptitle(": ".join(part for part in (title, ", ".join(last[:3])) if part))
-    write_figure(path, figure, dpi=120)
+    figure.savefig(path, dpi=120)

@@ -16,9 +16,7 @@ from matplotlib.ticker import EngFormatter
 from timm.data import resolve_input_data_config
 from torch import nn
 
-from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_figure
 
 from .images import read_images
 from .inspection import MOST
@@ -167,11 +165,11 @@ def _label(axis: Any, text: str) -> None:
 
 
 def _shorten(name: str, most: int = 22) -> str:
-    name = printable(name)
+    name = name.encode(errors="backslashreplace").decode()  # it may not be UTF-8
     return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
 def _save(figure: Figure, path: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a character that the font lacks
-        write_figure(path, figure, dpi=100)
+        figure.savefig(path, dpi=100)

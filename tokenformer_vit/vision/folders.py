@@ -17,9 +17,8 @@ from PIL import Image, UnidentifiedImageError
 from timm.utils.misc import natural_key
 from tqdm import tqdm
 
-from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import remove_leftovers, write_whole
+from tokenformer_vit.files import write_whole
 
 from .images import FORMATS, IMAGE_SUFFIXES, read_image, say_left_out, scan_images
 from .sources import Split
@@ -115,7 +114,6 @@ def _missing(split: Split, folders: Sequence[str], root: Path) -> list[int]:
                     f"{root} already holds another data set (class {folder.name!r}); "
                     "choose an empty TARGET"
                 )
-            remove_leftovers(Path(folder.path))  # from a run that was killed
             for file in os.scandir(folder.path):
                 stem, suffix = os.path.splitext(file.name)
                 if suffix.lower() in IMAGE_SUFFIXES:
@@ -178,7 +176,7 @@ def _report(
             "you set extensions=... (mmpretrain) or add_img_extensions (timm)",
             file=sys.stderr,
         )
-    print(f"classes: {len(folders)} ({printable(folders[0])} ... {printable(folders[-1])})")
+    print(f"classes: {len(folders)} ({folders[0]} ... {folders[-1]})")
     if complete:
         print(f"next: tokenformer-vit train CONFIG --data-root {shlex.quote(str(target))}")
 

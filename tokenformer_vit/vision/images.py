@@ -20,7 +20,6 @@ from timm.data import create_transform
 from torch import Tensor
 from tqdm import tqdm
 
-from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError, one_line
 
 # The formats that are decoded, by Pillow's names, whatever the suffix. Other formats are rare, and
@@ -73,7 +72,7 @@ def read_image(path: str | Path, content: bytes | None = None) -> Image.Image:
         with open(path, "rb") as file:
             return _upright_rgb(Image.open(file, formats=FORMATS))
     except Exception as error:  # Pillow's decoders raise nearly anything on damaged data
-        raise InputError(f"{printable(os.fspath(path))}: {_reason(error, path)}") from error
+        raise InputError(f"{os.fspath(path)}: {_reason(error, path)}") from error
 
 
 def read_rgb(path: str | Path, content: bytes | None = None) -> np.ndarray:
@@ -255,12 +254,12 @@ def _kind(entry: os.DirEntry) -> str:
 def say_left_out(left_out: Counter[str], folder: str | Path) -> None:
     """Print one line on stderr, from the first process only, about files that are not read."""
     if left_out and os.environ.get("RANK", "0") == "0":
-        tqdm.write(f"left out: {_counts(left_out)} in {printable(str(folder))}", file=sys.stderr)
+        tqdm.write(f"left out: {_counts(left_out)} in {folder}", file=sys.stderr)
 
 
 def _counts(left_out: Counter[str]) -> str:
     kinds = left_out.most_common()
-    named = ", ".join(f"{count} {printable(kind)}" for kind, count in kinds[:_MOST_KINDS])
+    named = ", ".join(f"{count} {kind}" for kind, count in kinds[:_MOST_KINDS])
     more = sum(count for _, count in kinds[_MOST_KINDS:])
     return f"{named} and {more} more" if more else named
 
@@ -320,7 +319,7 @@ def read_images(
         except InputError as error:
             return path, error
         except Exception as error:  # raised by the transform, such as a lack of memory
-            return path, InputError(f"{printable(str(path))}: {_reason(error, path)}")
+            return path, InputError(f"{path}: {_reason(error, path)}")
 
     quiet = len(paths) <= batch_size  # tqdm's None: a bar if stderr is a terminal
     with (

@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+from mmpretrain.models import ClsDataPreprocessor
 from mmpretrain.registry import MODELS
 from mmpretrain.structures import DataSample
 from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.training.config import check_config, load_config
@@ -47,6 +49,24 @@ def test_repeated_augmentation_does_not_mix_an_image_with_its_copies():
         alone += int((scores["data_samples"] > 0).sum(1).eq(1).sum())
     # A partner is a copy in 2 of 95 cases; among neighbours it would be in 64 of 96.
     assert alone / (40 * 96) < 0.05
+
+
+@pytest.mark.parametrize("options", [{}, {"to_rgb": True}, {"pad_size_divisor": 8}])
+def test_images_are_normalised_as_by_mmpretrain(options):
+    options = {"mean": [3.0, 50.0, 99.0], "std": [57.0, 58.0, 59.0], "num_classes": 5, **options}
+    images, labels = torch.randint(256, (4, 3, 7, 9)).byte(), torch.arange(4)
+    got = LabelPreprocessor(**options)({"inputs": images.clone(), "data_samples": labels})
+    expected = ClsDataPreprocessor(**options)({"inputs": images})
+    assert torch.equal(got["inputs"], expected["inputs"])
+
+
+def test_every_class_of_a_mixed_image_is_a_target_of_binary_cross_entropy():
+    head = LabelHead(num_classes=5, in_channels=7, loss={"type": "BinaryCrossEntropy"})
+    features = (torch.randn(4, 7),)
+    scores = torch.zeros(4, 5).scatter_(1, torch.tensor([[0, 3], [1, 2], [4, 0], [2, 3]]), 0.3)
+    scores[0, 0] = 0.7
+    expected = binary_cross_entropy_with_logits(head(features), scores.gt(0).float())
+    assert torch.equal(head.loss(features, scores)["loss"], expected)  # the mean over classes
 
 
 def test_smoothing_needs_scores_that_are_kept():

@@ -43,8 +43,6 @@ class LanguageGuardHook(GuardHook):
 class LanguageResultsHook(ResultsHook):
     """At the end of a run, draw its curves, export for transformers, and write its record."""
 
-    packages = ("transformers", "tokenizers", "datasets")
-
     def prepare_export(self, runner) -> None:
         """Load the tokenizer: an error now costs no training."""
         text = runner.train_dataloader.dataset.folders[0]
