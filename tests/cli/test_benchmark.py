@@ -140,7 +140,7 @@ def test_language_models(measured, tmp_path, capsys, positions, baseline, parame
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model", "tokenformer_bsae"], "no model 'tokenformer_bsae' to .* tokenformer_base"),
+        (["--model", "tokenformer_bsae"], "no model 'tokenformer_bsae' .*'tokenformer_base'"),
         (["--modes", "decode"], "decode: choose from train, infer"),
         (["--lm", "150m", "--num-tokens", "4096"], "4096: 150m takes at most 2048"),
     ],

@@ -1,40 +1,29 @@
 """Measure speed and memory of a TokenFormer against a baseline.
 
-One process measures the TokenFormer, its plain formulas (``reference``), the authors' formula with
-the same parameters, and a baseline, eager and with compiled blocks::
+One process measures the TokenFormer, its plain formulas (reference), the authors' formula with the
+same parameters (released) and the baseline, eager and with compiled blocks, in turns::
 
     tokenformer-vit benchmark --depth 2 --precisions float32       # minutes on two CPU cores
     tokenformer-vit benchmark --batch-sizes 128 256 --precisions autocast bfloat16
     tokenformer-vit benchmark --lm 150m --num-tokens 1024          # needs transformers
     tokenformer-vit benchmark --profile                            # kernels of a training step
 
-With ``--lm`` the models are causal language models of transformers, and the baseline is a GPT-2, or
-with ``--positions rotary`` a GPT-NeoX, of the same width, depth, heads and vocabulary, with as many
-weights in its blocks.
-
-A group is a mode, a precision and a batch size; its variants are built and warmed up, then timed in
-turns. Mode ``train`` is forward pass, cross entropy, backward pass and a step of fused AdamW. For
-images, ``infer`` is the forward pass without gradients. For language, ``prefill`` is the forward
-pass up to the logits of the last token, and ``decode`` adds the last 32 tokens of each sequence
-(half of one shorter than 64) one by one, with the cache; it is never compiled. ``autocast``
-computes in bfloat16 with float32 weights; ``bfloat16`` has bfloat16 weights.
-
-The record (``--out``) is rewritten after each group; tokenformer_vit/benchmarking/reports.py names
-its keys. ``--profile`` instead prints where the steps of the first group spend their time.
+With --lm the baseline is a GPT-2, or with --positions rotary a GPT-NeoX, with as many weights. Mode
+train is forward and backward pass and a step of fused AdamW; prefill is the forward pass up to the
+last token's logits; decode adds the last 32 tokens (half of a sequence below 64) with the cache.
+autocast computes in bfloat16 with float32 weights. The record is rewritten after each group of
+mode, precision and batch size.
 """
 
 import argparse
 import itertools
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import timm
-import torch
 
 from tokenformer_vit.benchmarking import benchmark, reports
 from tokenformer_vit.benchmarking.benchmark import BACKENDS, MATCHED, PRECISIONS, Group, Variant
@@ -47,7 +36,7 @@ from .arguments import Parser, device, whole_number
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    args = parse(argv)
+    args = _parse(argv)
     if args.draw:
         print(_chart(args.draw, read_json(args.draw)))
         return
@@ -64,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{variant}\n{benchmark.profile_step(subject, args.device, groups[0], variant)}")
         return
     record = reports.new_record(subject, {**models, "n": args.rounds}, args.device.type)
-    name = f"speed_{args.lm or args.model}_{_name_of(args.device)}.json"
-    out = args.out or Path("work_dirs", name)
+    out = args.out or Path("work_dirs", f"speed_{args.lm or args.model}_{args.device.type}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     for group in groups:
         variants = _variants(group.mode, args)
@@ -77,18 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"Done. Record: {out}; {_chart(out, record)}")
 
 
-def _name_of(device: torch.device) -> str:
-    """Return how names of records name a device, such as ``cpu`` or ``h100_80gb_hbm3``."""
-    if device.type == "cpu":
-        return "cpu"
-    name = torch.cuda.get_device_name(device).lower().removeprefix("nvidia ")
-    return re.sub("[^a-z0-9]+", "_", name).strip("_")
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = Parser(prog="tokenformer-vit benchmark", description=__doc__)
-    number = whole_number(1)
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser, number = Parser(prog="tokenformer-vit benchmark", description=__doc__), whole_number(1)
     add = parser.add_argument
     add("--model", default="tokenformer_base_matched", metavar="NAME", help="default: %(default)s")
     vit = f"timm name, or {MATCHED}, of the same width, depth and weights; default: %(default)s"
@@ -111,7 +89,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--profile", action="store_true", help="print the kernels of the first group")
     args = parser.parse_args(argv)
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and not args.eager:
-        raise InputError("TORCHDYNAMO_DISABLE=1 disables torch.compile; unset it, or give --eager")
+        parser.error("TORCHDYNAMO_DISABLE=1 disables torch.compile; unset it, or give --eager")
     return args
 
 
@@ -119,16 +97,15 @@ def _variants(mode: str, args: argparse.Namespace) -> list[Variant]:
     """Return the variants to measure in a mode."""
     compiled = (False,) if args.eager or mode == "decode" else (False, True)
     names = ("baseline", "released", *dict.fromkeys(args.backends))
-    return list(itertools.starmap(Variant, itertools.product(names, compiled)))
+    return [Variant(*each) for each in itertools.product(names, compiled)]
 
 
 def _images(args: argparse.Namespace) -> tuple[benchmark.Images, dict[str, Any]]:
     """Return the models for images, and their entries in the record."""
-    ours = timm.list_models("tokenformer*")
-    for name, known in ((args.model, ours), (args.baseline, [*timm.list_models(), MATCHED])):
+    every = [*timm.list_models(), MATCHED]
+    for name, known in ((args.model, timm.list_models("tokenformer*")), (args.baseline, every)):
         if name.partition(".")[0] not in known:
-            close = ", ".join(get_close_matches(name, known) or ours)
-            raise InputError(f"there is no model {name!r} to measure; did you mean {close}?")
+            raise InputError(f"there is no model {name!r} to measure: choose from {known[:20]}")
     subject = benchmark.Images(args.model, args.baseline, args.img_size, args.depth)
     return subject, subject._asdict()
 

@@ -1,29 +1,22 @@
 """Count the parameters and training FLOPs of each part of a TokenFormer and of a Transformer.
 
-The models are built without weights: large ones need no memory::
-
-    tokenformer-vit costs
     tokenformer-vit costs --model tokenformer_large --against vit_large_patch16_224 --tokens 577
     tokenformer-vit costs --model-kwargs num_ffn_param_tokens=1536 --json
     tokenformer-vit costs --lm 150m --tokens 1024
 
-Without ``--against``, the Transformer has the same width and depth, and as many weights in its
-blocks. With ``--lm``, both are language models with the same vocabulary.
-
-FLOPs are per image or per sequence; training takes three times the forward FLOPs. As in Table 3 of
-the paper (arXiv:2410.23168), only products count; tokenformer_vit/benchmarking/costs.py has the
-formulas.
+Without --against, the Transformer has the same width and depth, and as many weights in its blocks.
+Training takes three times the forward FLOPs. As in Table 3 of the paper, only products count.
 """
 
 import argparse
 import json
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total
 from tokenformer_vit.benchmarking.matched import matched_vit
@@ -36,39 +29,31 @@ from .arguments import MODEL_KWARGS, Parser, whole_number
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    args = parse(argv)
+    args = _parse(argv)
     names, models = _language(args.lm) if args.lm else _vision(args)
     costs = [model_costs(model, args.tokens) for model in models]
     costs = [{**each, "total": total(each)} for each in costs]
     if args.json:
-        names_of = ("parameters", "forward_flops", "training_flops")
-        records = [
-            {part: {key: getattr(cost, key) for key in names_of} for part, cost in each.items()}
-            for each in costs
-        ]
-        print(json.dumps([{"model": n, **each} for n, each in zip(names, records, strict=True)]))
+        records = [{"model": name, **each} for name, each in zip(names, costs, strict=True)]
+        print(json.dumps(records, default=asdict))
         return
     item = "sequence" if args.lm else "image"
-    title = f"Parameters, and training GFLOPs per {item}: {names[0]} (left) and {names[1]} (right)"
-    print(title)
-    print(f"{'part':24}", *[f"{'parameters':>16}{'GFLOPs':>14}"] * 2, sep="")
+    print(f"Parameters, and training GFLOPs per {item}: {names[0]} (left) and {names[1]} (right)")
+    print(f"{'part':24}", f"{'parameters':>16}{'GFLOPs':>14}" * 2, sep="")
     for part, label in {**PARTS, "total": "total"}.items():
-        cells = [
-            f"{cost.parameters:16,}{cost.training_flops / 1e9:14,.3f}"
-            for cost in (each[part] for each in costs)
-        ]
+        pair = [each[part] for each in costs]
+        cells = [f"{cost.parameters:16,}{cost.training_flops / 1e9:14,.3f}" for cost in pair]
         print(f"{label:24}", *cells, sep="")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="tokenformer-vit costs", description=__doc__)
     add, name = parser.add_argument, "timm model name, or local-dir:FOLDER"
     add("--model", metavar="NAME", help=f"{name}; default: tokenformer_base")
     add("--model-kwargs", **MODEL_KWARGS)
     add("--against", metavar="NAME", help=name)
     add("--against-kwargs", **MODEL_KWARGS)
-    add("--lm", metavar="PRESET|FOLDER", help="preset, or a folder that save_pretrained wrote")
+    add("--lm", metavar="PRESET|FOLDER", help="language model: preset, or folder of transformers")
     length = "length of the sequence, with class token; default: of an image, or the whole context"
     add("--tokens", type=whole_number(1), metavar="N", help=length)
     add("--json", action="store_true", help="print the counts as JSON")
@@ -80,7 +65,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _vision(args: argparse.Namespace) -> tuple[list[str], list[nn.Module]]:
+def _vision(args: argparse.Namespace) -> tuple[list[str], list[Any]]:
     """Return the names of two vision models, and the models."""
     name = args.model or "tokenformer_base"
     with torch.device("meta"), warnings.catch_warnings():
@@ -96,18 +81,17 @@ def _vision(args: argparse.Namespace) -> tuple[list[str], list[nn.Module]]:
     return [name, f"ViT, {hidden} hidden"], [model, vit]
 
 
-def _language(name: str) -> tuple[list[str], list[nn.Module]]:
+def _language(name: str) -> tuple[list[str], list[Any]]:
     """Return the names of a language model and its matched Transformer, and the models."""
     from tokenformer_vit import language  # needs transformers
 
     if name in LM_PRESETS:
         config = lm_config(name)
-        model: Any = TokenFormerLM(config, device="meta")
-    elif Path(name).is_dir():
-        model = language.load_language_model(Path(name))
-        config = model.config.lm_config()
+    elif Path(name, "config.json").is_file():
+        config = language.TokenFormerConfig.from_pretrained(name).lm_config()
     else:
         raise InputError(f"there is no preset or folder {name}; choose of {', '.join(LM_PRESETS)}")
+    model = TokenFormerLM(config, device="meta")
     with torch.device("meta"):
         transformer = language.matched_transformer(config)
     return [name, f"Transformer, {transformer.config.n_inner} hidden"], [model, transformer]

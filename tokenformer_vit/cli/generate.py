@@ -1,85 +1,54 @@
-"""Continue texts with a language model.
-
-With a folder that has the model and its tokenizer::
+"""Continue texts with a language model, a folder that has the model and its tokenizer.
 
     tokenformer-vit generate work_dirs/run "The parameters of a model are" --temperature 0.8
-
-With another tokenizer, two prompts, and the most likely token each time::
-
     tokenformer-vit generate run "Once upon" "In the end" --tokenizer tokenizer.json --greedy
 
-Without prompts, each line of stdin is a prompt. The text appears on stdout as it is generated. The
-same --seed and prompts give the same text.
+Without prompts, each line of stdin is a prompt. The text appears on stdout as it is generated.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import TextStreamer
 
+from tokenformer_vit import language
 from tokenformer_vit.errors import InputError
 
 from .arguments import Parser, device, whole_number
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    args = _parse(argv)
-    from transformers import TextStreamer
-    from transformers.utils import logging
-
-    from tokenformer_vit import language
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    """Run the command."""
+    parser = Parser(prog="tokenformer-vit generate", description=__doc__)
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors")
+    add("prompts", nargs="*", metavar="PROMPT", help="default: the lines of stdin")
+    add("--tokenizer", type=Path, metavar="PATH", help="folder or file; default: MODEL")
+    add("--mask", metavar="NAME", help="use only the pairs of this mask")
+    add("--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="default: 64")
+    add("--greedy", action="store_true", help="the most likely token each time")
+    add("--temperature", type=float, default=1.0, metavar="T", help="divides logits; default: 1")
+    add("--top-k", type=whole_number(0), default=0, metavar="K", help="draw from K tokens only")
+    nucleus = "draw from the most likely tokens of total probability P"
+    add("--top-p", type=float, default=1.0, metavar="P", help=nucleus)
+    add("--seed", type=whole_number(0), default=0, help="default: 0")
+    add("--device", type=device, default="auto", help="default: cuda if it is there, else cpu")
+    args = parser.parse_args(argv)
     prompts = args.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not all(prompts) or not prompts:
         raise InputError("a prompt is empty: give a text after the model, or one a line on stdin")
     model = language.load_language_model(args.model, args.mask).to(args.device)
     tokenizer = language.load_tokenizer(args.tokenizer or args.model, model.config.vocab_size)
-    how = {"do_sample": not args.greedy, "max_new_tokens": args.max_new_tokens}
+    how: dict[str, Any] = {"do_sample": not args.greedy, "max_new_tokens": args.max_new_tokens}
     if not args.greedy:
         how |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    how |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    how["streamer"] = TextStreamer(tokenizer, skip_special_tokens=True)  # type: ignore[arg-type]
     torch.manual_seed(args.seed)
     for number, prompt in enumerate(prompts):
-        if number:
-            print()
-        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(args.device)
-        model.generate(
-            **inputs,
-            **how,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            streamer=TextStreamer(tokenizer, skip_special_tokens=True),  # type: ignore[arg-type]
-        )
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="tokenformer-vit generate", description=__doc__)
-    add = parser.add_argument
-    add("model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors")
-    add("prompts", nargs="*", metavar="PROMPT", help="default: the lines of stdin")
-    add("--tokenizer", type=Path, metavar="PATH", help="folder or file (default: MODEL)")
-    add("--mask", metavar="NAME", help="use only the pairs of this mask")
-    add("--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="default: 64")
-    add("--greedy", action="store_true", help="the most likely token each time")
-    add("--temperature", type=float, default=1.0, metavar="T", help="divides logits (default: 1)")
-    add(
-        "--top-k",
-        type=whole_number(0),
-        default=0,
-        metavar="K",
-        help="draw from the K most likely tokens (default: 0, all)",
-    )
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="draw from the most likely tokens of total probability P (default: 1)",
-    )
-    add("--seed", type=whole_number(0), default=0, help="default: 0")
-    add("--device", type=device, default="auto", help="default: cuda if it is there, else cpu")
-    return parser.parse_args(argv)
+        print("\n" * bool(number), end="")
+        tokens = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        model.generate(**tokens.to(args.device), **how)

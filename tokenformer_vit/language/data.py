@@ -109,18 +109,10 @@ def load_texts(name: str, column: str, **how: Any) -> Texts:
     return texts if column == "text" else texts.rename_column(column, "text")
 
 
-def reversal_texts(lines: int, digits: int, val_share: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Draw different lines of digits and their reversal, such as ``8307>7038``.
-
-    Returns training text and held-out text, each one document.
-    """
-    numbers = random.Random(seed).sample(range(10**digits), lines)
-    held_out = round(lines * val_share)
-    train, val = (
-        "".join(f"{word}>{word[::-1]}\n" for word in (f"{drawn:0{digits}d}" for drawn in chosen))
-        for chosen in (numbers[held_out:], numbers[:held_out])
-    )
-    return Dataset.from_dict({"text": [train]}), Dataset.from_dict({"text": [val]})
+def reversal_text(lines: int) -> Dataset:
+    """Draw different lines of 16 digits and their reversal, such as ``8307>7038``: one document."""
+    numbers = (f"{drawn:016d}" for drawn in random.Random(0).sample(range(10**16), lines))
+    return Dataset.from_dict({"text": ["".join(f"{word}>{word[::-1]}\n" for word in numbers)]})
 
 
 def divide(text: str, val_share: float) -> list[tuple[str, bool]]:
@@ -133,7 +125,7 @@ def divide(text: str, val_share: float) -> list[tuple[str, bool]]:
         number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
         return [(text, number < val_share * 2**64)] if text else []
     place = int(len(text) * (1 - val_share))
-    cut = text.find("\n", place) + 1
+    cut = text.find("\n", place - 1) + 1
     if cut in (0, len(text)):  # text8 is a single line
         cut = text.find(" ", place) + 1 or place
     return [(part, held) for part, held in ((text[cut:], True), (text[:cut], False)) if part]
@@ -172,6 +164,8 @@ def prepare_text(
     """
     if target.exists():
         raise InputError(f"{target} already exists; choose another OUT, or remove it")
+    if not 0 <= val_share < 1:
+        raise InputError(f"--val-share must be at least 0 and below 1, but got {val_share}")
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     how = {"tokenizer": tokenizer, "dtype": dtype}
