@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tokenformer_vit.experiments import launch, tables
-from tokenformer_vit.vision.folders import unpack
-from tokenformer_vit.vision.sources import digits_splits
+from tokenformer_vit.vision import datasets
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ablations"))  # where `python ablations/NAME.py` finds its siblings
@@ -29,7 +28,8 @@ default_hooks = dict(logger=dict(interval=5))
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("digits")
-    unpack(*digits_splits(), root)
+    for name, images in datasets.digits().items():
+        datasets.unpack(images, root / name, name)
     return root
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -177,6 +178,13 @@ def test_the_config_is_short_and_names_change_nothing_in_it(tmp_path, generator)
     assert dataset[0]["inputs"].shape == (3, 8, 8)
 
 
+def test_weights_in_this_package_are_named(data_root, tmp_path):
+    start = Start(checkpoint=Path("tokenformer_cifar10_micro"))
+    backbone = load_config(configure_folder(data_root, tmp_path, start, None)).model.backbone
+    assert backbone.model_name == "tokenformer_cifar10_micro"
+    assert Path(backbone.checkpoint_path).is_file()
+
+
 def test_a_part_of_each_class_is_held_out_and_nothing_is_moved(tmp_path, generator):
     counts = {"cat": 10, "a dog": 7, "eel": 2}
     folder = write_images(tmp_path / "photos", (20, 30), counts, generator)
@@ -197,7 +205,7 @@ def test_a_part_of_each_class_is_held_out_and_nothing_is_moved(tmp_path, generat
     assert backbone.model.patch_embed.patch_size == (4, 4)
 
 
-@pytest.mark.parametrize("name", ["val", "validation"])
+@pytest.mark.parametrize("name", ["val", "validation", "test"])
 def test_a_validation_set_may_lack_a_class(name, data_root, tmp_path):
     folder = shutil.copytree(data_root, tmp_path / "photos")
     shutil.rmtree(folder / "val" / "bright")

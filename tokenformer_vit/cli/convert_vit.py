@@ -16,14 +16,14 @@ from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.models import from_vit
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.vision.compression import tensor_batches
-from tokenformer_vit.vision.images import find_images
+from tokenformer_vit.vision.images import list_images
 
 _NOISE = 32  # images, where no folder is given
 
 
 def convert_vit(args: argparse.Namespace) -> None:
     """Convert the ViT that the arguments name, and write an exported folder."""
-    paths = find_images([args.images]) if args.images else []
+    paths = [Path(path) for path in list_images([args.images])] if args.images else []
     vit: Any = load_vit(args).eval()
     model: Any = from_vit(vit)
     costs = [total(model_costs(each)) for each in (vit, model)]

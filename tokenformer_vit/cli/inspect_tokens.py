@@ -26,7 +26,7 @@ from tokenformer_vit.files import make_folder
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.records import write_record
 from tokenformer_vit.vision.drawing import draw_exemplars, draw_maps
-from tokenformer_vit.vision.images import find_images, say_skipped
+from tokenformer_vit.vision.images import list_images
 from tokenformer_vit.vision.inspection import MOST, find_exemplars, map_tokens
 
 from .arguments import Parser, add_model, whole_number
@@ -35,7 +35,7 @@ from .arguments import Parser, add_model, whole_number
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = parse(argv)
-    paths = find_images(args.images)
+    paths = [Path(path) for path in list_images(args.images)]
     make_folder(args.out, "--out")
     model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs)
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def skip(path: Path, error: Exception) -> None:
         skipped.append(path)
-        say_skipped(path, error)
+        print(f"skipped: {error}", file=sys.stderr)
 
     wanted = {
         **{"layer": args.layer, "tokens": args.tokens, "top": args.top, "skipped": skip},

@@ -1,117 +1,71 @@
-"""Classify images with a trained model.
+"""Classify images: one line for each, with its likeliest classes.
 
-With an exported folder (config.json beside model.safetensors)::
+With an exported folder, a checkpoint of any timm model, or the small model in this package, which
+knows the ten classes of CIFAR-10::
 
-    tokenformer-vit predict cat.jpg photos/ --checkpoint work_dirs/run/model.safetensors
-
-With any timm model and a checkpoint of it::
-
+    tokenformer-vit predict cat.jpg photos/ --checkpoint work_dirs/run
     tokenformer-vit predict cat.jpg --model tokenformer_base --checkpoint weights.safetensors
-
-With the small model of CIFAR-10's ten classes, whose weights are in this package::
-
     tokenformer-vit predict cat.jpg --model tokenformer_cifar10_micro
 
-A file that is not a readable image is printed on stderr and skipped. Exit status: 0 if every image
-was classified, 1 if some were skipped, 2 if none was classified, 130 after Ctrl-C.
+A file that cannot be read is named on standard error, and the exit status is then 1.
 """
 
-import argparse
+import csv
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import timm
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from tqdm import tqdm
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import compile_blocks
-from tokenformer_vit.models.checkpoints import load_model
-from tokenformer_vit.vision.images import find_images, say_skipped
+from tokenformer_vit.models.checkpoints import find_weights, load_model
+from tokenformer_vit.vision.images import list_images
 from tokenformer_vit.vision.prediction import predict
 
 from .arguments import Parser, add_model, whole_number
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    args = _parse(argv)
-    paths = find_images(args.images)
-    checkpoint = args.checkpoint or _weights_in_package(args.model)
+def main(argv: list[str]) -> None:
+    """Run the command."""
+    parser = Parser(prog="tokenformer-vit predict", description=__doc__)
+    add = parser.add_argument
+    add("images", nargs="+", metavar="IMAGE", help="image file, or folder of images at any depth")
+    add("--checkpoint", type=Path, metavar="FILE", help="exported folder, .safetensors or .pth")
+    add("--topk", type=whole_number(1), default=5, metavar="K", help="default: 5")
+    add("--json", action="store_true", help="print a JSON object for each image")
+    add("--out", type=Path, metavar="FILE.csv", help="also write a table")
+    add("--compile", action="store_true", help="faster for thousands of images")
+    add_model(parser)
+    args = parser.parse_args(argv)
+    images, checkpoint = list_images(args.images), args.checkpoint
+    if checkpoint is None and args.model and find_weights(Path(args.model)).is_file():
+        checkpoint = Path(args.model)
     model = load_model(args.model, checkpoint, args.num_classes, **args.model_kwargs)
+    if checkpoint is None and not args.model.startswith("local-dir:"):
+        print(f"warning: {args.model} has random weights: no --checkpoint", file=sys.stderr)
     if args.compile:
         compile_blocks(model)
-    if checkpoint is None and not args.model.startswith("local-dir:"):
-        warning = f"{args.model} has random weights, so its answers are random"
-        tqdm.write(f"warning: no --checkpoint: {warning}", file=sys.stderr)
-    results = predict(model, paths, args.topk, args.batch_size, args.device)
-    done = _print_json(results) if args.json else _print_table(results)
-    if done == 0:
-        raise InputError("none of the images could be read; the lines above say why")
-    if done < len(paths):
+    unreadable = 0
+    with args.out.open("w", newline="") if args.out else nullcontext() as file:
+        table: Any = csv.writer(file) if file else None
+        if table:
+            table.writerow(["file", "rank", "class", "index", "probability"])
+        for path, top in predict(model, images, args.topk, args.batch_size, args.device):
+            if isinstance(top, InputError):
+                unreadable += 1
+                tqdm.write(f"skipped: {top}", file=sys.stderr)
+                continue
+            line = json.dumps({"file": str(path), "top": top})
+            if not args.json:
+                classes = (f"{each['label']} {each['probability']:.2%}" for each in top)
+                line = "\t".join((str(path), *classes))
+            tqdm.write(line, file=sys.stdout)  # above the progress bar
+            sys.stdout.flush()
+            if table:
+                table.writerows([path, rank, *each.values()] for rank, each in enumerate(top, 1))
+                file.flush()
+    if unreadable:
         sys.exit(1)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="tokenformer-vit predict", description=__doc__)
-    add_model(parser)
-    add = parser.add_argument
-    add("images", type=Path, nargs="+", metavar="IMAGE", help="image file, or folder of images")
-    add("--checkpoint", type=Path, metavar="FILE", help=".safetensors or .pth")
-    add("--topk", type=whole_number(1), default=5, metavar="K", help="default: 5")
-    add(
-        "--compile",
-        action="store_true",
-        help="compile each block with torch.compile: faster for thousands of images",
-    )
-    add("--json", action="store_true", help="print one JSON object for each image")
-    return parser.parse_args(argv)
-
-
-def _weights_in_package(name: str | None) -> Path | None:
-    """Return the file of the weights with which this package registered a model."""
-    registered = name is not None and timm.is_model_pretrained(name)
-    file = timm.get_pretrained_cfg(name).file if registered else None  # type: ignore
-    return Path(file) if file else None
-
-
-def _print_json(results: Iterable[tuple[Path, Any]]) -> int:
-    """Print each answer as soon as it is known; return the number of answers."""
-    done = 0
-    for path, top in results:
-        if isinstance(top, Exception):
-            say_skipped(path, top)
-            continue
-        tqdm.write(json.dumps({"file": str(path), "top": top}), file=sys.stdout)
-        sys.stdout.flush()
-        done += 1
-    return done
-
-
-def _print_table(results: Iterable[tuple[Path, Any]]) -> int:
-    table = Table("image", "class", "index", "probability")
-    table.columns[0].overflow = table.columns[1].overflow = "fold"
-    table.columns[2].justify = table.columns[3].justify = "right"
-    done = 0
-    for path, top in results:
-        if isinstance(top, Exception):
-            say_skipped(path, top)
-            continue
-        for rank, guess in enumerate(top):
-            table.add_row(
-                # Text: names may look like rich's markup.
-                Text(str(path) if rank == 0 else ""),
-                Text(guess["label"]),
-                str(guess["index"]),
-                f"{guess['probability']:.2%}",
-                end_section=rank == len(top) - 1,
-            )
-        done += 1
-    if done:
-        Console().print(table)
-    return done

@@ -1,101 +1,60 @@
-"""Unpack a data set into class folders, which mmpretrain, timm and torchvision read.
+"""Unpack a data set into class folders, which timm, torchvision and mmpretrain read.
 
-From the parquet files of a Hugging Face data set (ImageNet-1K, CIFAR-10, Imagenette, ...)::
-
-    tokenformer-vit prepare-data SOURCE TARGET
-
-From scikit-learn's handwritten digits, without a download::
-
-    tokenformer-vit prepare-data --digits TARGET
-
-The result is TARGET/train/<class>/<image> and TARGET/val/<class>/<image>, with the image bytes
-unchanged. If interrupted, run the same command again: it writes the missing files and ends with the
-same tree. Unpacking reads only the header of each image. To decode every image of an existing tree
-and list the corrupt ones::
-
-    tokenformer-vit prepare-data --check TARGET
+The source is a folder of parquet files or of `save_to_disk`, or hf://datasets/OWNER/NAME. The
+images go to TARGET/train/CLASS and TARGET/val/CLASS, with unchanged bytes; if it was interrupted,
+the same command writes the missing ones. --digits unpacks scikit-learn's, --check decodes a folder.
 """
 
-import argparse
-import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from timm.utils import ParseKwargs
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.vision.folders import check_images, folder_names, unpack
-from tokenformer_vit.vision.sources import digits_splits, parquet_splits
+from tokenformer_vit.vision import datasets
+from tokenformer_vit.vision.images import list_images, read_images
 
-from .arguments import Parser, whole_number
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line; exit with status 1 if ``--check`` finds an unreadable image."""
-    args = _parse(argv)
-    try:
-        if args.check:
-            if check_images(args.target, args.workers):
-                sys.exit(1)
-            return
-        if args.digits:
-            splits, names = digits_splits()
-        else:
-            splits, names = parquet_splits(
-                args.source, dict(args.splits or []), args.image_column, args.label_column
-            )
-        for name, limit in (("train", args.limit), ("val", args.limit_val)):
-            if limit is not None and name in splits:
-                splits[name].labels = splits[name].labels[:limit]
-        unpack(splits, folder_names(names), args.target)
-    except OSError as error:
-        resume = "" if args.check else "; to continue, run the same command again"
-        raise InputError(
-            f"{error.filename or args.target}: {error.strerror or error}{resume}"
-        ) from error
+from .arguments import Parser, key_value, whole_number
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: list[str]) -> None:
+    """Run the command."""
     parser = Parser(prog="tokenformer-vit prepare-data", description=__doc__)
     add = parser.add_argument
-    add("source", type=Path, nargs="?", help="folder with *.parquet files at any depth")
+    add("source", nargs="?", help="data set")
     add("target", type=Path, help="folder for train/ and val/")
-    add("--digits", action="store_true", help="unpack scikit-learn's digits")
-    add("--check", action="store_true", help="decode every image in TARGET")
-    add(
-        "--limit",
-        type=whole_number(1),
-        metavar="N",
-        help="take only the first N training images; if the rows are not shuffled, they may be of "
-        "a few classes",
-    )
-    add("--limit-val", type=whole_number(1), metavar="N", help="the same for validation images")
-    add(
-        "--splits",
-        type=_assignment,
-        nargs="+",
-        metavar="FOLDER=SPLIT",
-        help="source of a folder, such as val=test; default: train=train val=validation, or test",
-    )
-    add("--image-column", metavar="NAME", help="default: image or img")
-    add("--label-column", metavar="NAME", default="label", help="default: label")
-    add(
-        "--workers",
-        type=whole_number(1),
-        default=os.cpu_count(),
-        help="number of processes for --check",
-    )
+    add("--digits", action="store_true", help="unpack scikit-learn's handwritten digits")
+    add("--check", action="store_true", help="list the images in TARGET that are corrupt")
+    first = "only the first N training images, which may be of few classes"
+    add("--limit", type=whole_number(1), default=sys.maxsize, metavar="N", help=first)
+    add("--limit-val", type=whole_number(1), default=sys.maxsize, metavar="N", help="of val/")
+    names: Any = {"nargs": "+", "type": key_value, "action": ParseKwargs, "default": {}}
+    add("--splits", **names, metavar="FOLDER=SPLIT", help="such as val=test, if not by their names")
+    add("--image-column", metavar="NAME", help="default: image, img, or the only one")
+    add("--label-column", metavar="NAME", help="default: label, labels, ..., or the only one")
     args = parser.parse_args(argv)
-    if args.digits and args.check:
-        parser.error("give --digits or --check, not both")
-    if (args.digits or args.check) and args.source:
-        parser.error("with --digits or --check, give only TARGET")
-    if not (args.digits or args.check or args.source):
+    if (args.source is None) != (args.digits or args.check) or (args.digits and args.check):
         parser.error("give SOURCE and TARGET, or --digits TARGET, or --check TARGET")
-    return args
+    if args.check:
+        read = read_images(list_images([args.target]), {"input_size": (3, 1, 1)}, batch_size=32)
+        bad = [image for batch in read for _, image in batch if isinstance(image, InputError)]
+        print(*(f"unreadable: {error}" for error in bad), f"{len(bad)} are unreadable", sep="\n")
+        sys.exit(bool(bad))
+    found = datasets.digits() if args.digits else _open(args)
+    for name, limit in (("train", args.limit), ("val", args.limit_val)):
+        if name in found:
+            found[name].keep(found[name].rows < limit)
+            datasets.unpack(found[name], args.target / name, name)
 
 
-def _assignment(text: str) -> tuple[str, str]:
-    folder, equals, split = text.partition("=")
-    if folder not in ("train", "val") or not equals or not split:
-        raise argparse.ArgumentTypeError(f"{text!r} must have the form train=SPLIT or val=SPLIT")
-    return folder, split
+def _open(args: Any) -> dict[str, datasets.LabelledImages]:
+    splits, columns = datasets.find_splits(args.source), (args.image_column, args.label_column)
+    found = {
+        name: datasets.open_images(args.source, split, *columns)
+        for name, split in ({"train": "train", "val": "val"} | args.splits).items()
+        if name in args.splits or split in splits
+    }
+    if not found or len({images.classes for images in found.values()}) > 1:
+        raise InputError(f"name --splits train=... val=... of one data set: {', '.join(splits)}")
+    return found

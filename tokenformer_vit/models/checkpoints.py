@@ -63,6 +63,14 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
         ) from error
 
 
+def find_weights(checkpoint: Path) -> Path:
+    """Return the file of an exported folder, or of a model whose weights are in this package."""
+    if not checkpoint.exists() and timm.is_model_pretrained(str(checkpoint)):
+        file = getattr(timm.get_pretrained_cfg(str(checkpoint)), "file", None)
+        return Path(file) if file else checkpoint
+    return checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint
+
+
 def state_dict_in(content: Mapping[str, Any], path: str | Path) -> dict[str, Tensor]:
     """Return the tensors of a model in the content of a file, without the prefix of a wrapper."""
     found = next((content[name] for name in _STATE_DICTS if content.get(name)), content)
@@ -145,7 +153,7 @@ def load_model(
         name, checkpoint = None, checkpoint or Path(name.removeprefix("local-dir:"))
     described, weights, resample = {}, None, "img_size" in kwargs
     if checkpoint is not None:
-        checkpoint = checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint
+        checkpoint = find_weights(checkpoint)
         content = read_checkpoint(checkpoint)
         described = description_of(checkpoint, content)
         weights = timm_state_dict(state_dict_in(content, checkpoint))

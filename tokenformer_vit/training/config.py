@@ -3,8 +3,8 @@
 import difflib
 import os
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +15,8 @@ from mmengine.config import Config
 import tokenformer_vit
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
-from tokenformer_vit.vision import images
+from tokenformer_vit.vision.datasets import class_images
+from tokenformer_vit.vision.images import IMAGE_SUFFIXES, images_in, is_hidden
 
 __all__ = ["check_config", "load_config"]
 
@@ -97,7 +98,7 @@ def load_config(
             if str(dataset.get("ann_file")).endswith((".pkl", ".pickle")):
                 raise InputError(f"{dataset.ann_file} could run code: save it as .json")
             if dataset.type in _FOLDERS:
-                dataset.setdefault("extensions", list(images.IMAGE_SUFFIXES))  # all we read
+                dataset.setdefault("extensions", list(IMAGE_SUFFIXES))  # all we read
             if dataset.type == "ImagesInMemory":
                 loader.update(num_workers=0, collate_fn={"type": "collate_fetched"})
         _set_loading(loader, name)
@@ -301,7 +302,7 @@ def check_folders(cfg: Config, names: Sequence[str]) -> None:
         for each in found
         if each.type in _FOLDERS and not each.get("ann_file")
     ):
-        folder, left_out = Path(root, part or ""), Counter()
+        folder = Path(root, part or "")
         if Path(root, "meta", f"{part}.txt").is_file():
             continue  # ImageNet's list of images
         if not folder.is_dir():
@@ -309,13 +310,12 @@ def check_folders(cfg: Config, names: Sequence[str]) -> None:
                 f"there is no folder {folder}: give `--data-root` a folder that holds train/ and "
                 "val/ with a folder for each class (`tokenformer-vit prepare-data` makes one)"
             )
-        for each in images.class_folders(folder, left_out) if labels else [folder]:
-            for entry in images.scan_images(each, left_out):
-                if not entry.is_file():
-                    raise InputError(f"{entry.path} is a broken link: replace or delete it")
-        if left_out[images.HIDDEN]:
-            raise InputError(f"{folder} holds hidden folders, which mmpretrain reads: move them")
-        images.say_left_out(left_out, folder)
+        for path in chain(*class_images(folder).values()) if labels else images_in(folder):
+            if not os.path.isfile(path):
+                raise InputError(f"{path} is a broken link: replace or delete it")
+        hidden = [each.name for each in folder.iterdir() if each.is_dir() and is_hidden(each.name)]
+        if labels and hidden:
+            raise InputError(f"mmpretrain takes folders of {folder} for classes: move {hidden}")
 
 
 def write_config(cfg: Config) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.models.checkpoints import describe_model, save_model
-from tokenformer_vit.vision.image_rows import hub_name
+from tokenformer_vit.vision.datasets import HUB
 
 from .config import datasets
 from .distributed import unwrap
@@ -199,6 +199,7 @@ def run_facts(runner: Any) -> dict[str, Any]:
     for section, entries in facts.items():
         facts[section] = {key: value for key, value in entries.items() if value}
     imagenet = data.type == "ImageNet" and len(dataset.metainfo["classes"]) == 1000
-    if names := ["imagenet-1k"] if imagenet else [n for n in map(hub_name, folders) if n]:
+    found = [HUB.fullmatch(folder) for folder in folders]
+    if names := ["imagenet-1k"] if imagenet else [each[1] for each in found if each]:
         facts["Dataset"] = names  # timm also puts these into the front matter
     return facts

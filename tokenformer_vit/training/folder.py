@@ -1,10 +1,10 @@
 """A first config for a folder of images: its classes, image size, model and recipe."""
 
 import json
+import os
 import pprint
 import random
 import statistics
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +13,9 @@ from timm.data import resolve_input_data_config
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import make_folder, write_whole
-from tokenformer_vit.models.checkpoints import WEIGHTS, describe_model, load_model
-from tokenformer_vit.vision.images import class_folders, read_image, say_left_out, scan_images
+from tokenformer_vit.models.checkpoints import describe_model, find_weights, load_model
+from tokenformer_vit.vision.datasets import class_images, find_splits
+from tokenformer_vit.vision.images import read_image
 
 from .config import choose_checkpoint, read_config
 from .models.backbone import check_classifier
@@ -78,18 +79,22 @@ def configure_folder(
 
 def _find_images(folder: Path, work_dir: Path) -> tuple[dict[str, list], dict[str, list]]:
     """List training and validation images by class, as paths within ``folder``."""
-    root = folder / "train" if (folder / "train").is_dir() else folder
-    names = ("val", "valid", "validation") if root != folder else ()
-    parts = [folder / name for name in names if (folder / name).is_dir()]
-    if any(work_dir.is_relative_to(each) for each in (root, *parts)):
+    splits = find_splits(folder)
+    root = splits.get("train", folder)
+    if not isinstance(root, Path):
+        raise InputError(f"{folder} holds no folders of images: `tokenformer-vit prepare-data` it")
+    validation = splits.get("val", root)
+    if work_dir.is_relative_to(root) or work_dir.is_relative_to(validation):
         raise InputError(f"--work-dir {work_dir} is among the classes of {folder}: choose another")
     train = _scan(root, folder)
     if len(train) < 2:
         raise InputError(f"{root} has {len(train)} class folders: make cat/1.jpg, dog/1.jpg")
-    if parts:
-        val = _scan(parts[0], folder)
+    if empty := [name for name, files in train.items() if not files]:
+        raise InputError(f"{root} has folders without images: remove {', '.join(empty)}")
+    if validation != root:
+        val = _scan(validation, folder)
         if unknown := val.keys() - train.keys():
-            raise InputError(f"{parts[0]} has classes that {root} lacks: {', '.join(unknown)}")
+            raise InputError(f"{validation} has classes that {root} lacks: {', '.join(unknown)}")
         return train, val
     generator, val = random.Random(0), {}
     for name, files in train.items():
@@ -101,17 +106,13 @@ def _find_images(folder: Path, work_dir: Path) -> tuple[dict[str, list], dict[st
 
 def _scan(root: Path, folder: Path) -> dict[str, list[str]]:
     """List the images of each class as paths within ``folder``."""
-    left_out: Counter[str] = Counter()
     found = {
-        each.name: [str(Path(e.path).relative_to(folder)) for e in scan_images(each, left_out)]
-        for each in class_folders(root, left_out)
+        name: [path.removeprefix(f"{folder}{os.sep}") for path in paths]
+        for name, paths in class_images(root).items()
     }
-    say_left_out(left_out, root)
     parts = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
-    if found and {name.lower() for name in found} <= parts:
+    if {name.lower() for name in found} <= parts:
         raise InputError(f"{root} has the folders {', '.join(found)}: name them train and val")
-    if empty := [name for name, files in found.items() if not files]:
-        raise InputError(f"{root} has folders without images: remove {', '.join(empty)}")
     return found
 
 
@@ -123,7 +124,7 @@ def _model(start: Start, recipe: Any, side: int, count: int, classes: int) -> tu
         model: Any = load_model(start.model, start.checkpoint, for_images=False)
         described = describe_model(model, classes)
         json.loads(json.dumps(described["model_args"]), object_pairs_hook=_check_plain)
-        weights = start.checkpoint / (WEIGHTS if start.checkpoint.is_dir() else "")
+        weights = find_weights(start.checkpoint)
         backbone |= {"model_name": described["architecture"], **described["model_args"]}
         backbone |= {"checkpoint_path": str(weights.resolve()), "frozen": start.freeze}
         images = resolve_input_data_config(model)

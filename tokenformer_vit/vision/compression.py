@@ -25,7 +25,8 @@ from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.layers.block import token_arguments
 from tokenformer_vit.models.sizes import kind_of
 
-from .images import class_folders, read_images, say_left_out, scan_images
+from .datasets import class_images
+from .images import read_images
 
 METHODS = ("prune", "random", "top-k", "nested")
 KINDS = tuple(COUNTS)
@@ -356,23 +357,14 @@ def labelled_images(folder: Path, num_classes: int) -> list[tuple[Path, int]]:
 
 
 def _images_by_class(folder: Path) -> list[list[Path]]:
-    left_out: Counter[str] = Counter()
-    folders = class_folders(folder, left_out) if folder.is_dir() else []
-    if not folders:
-        raise InputError(
-            f"there are no class folders in {folder}; give a folder that holds one for each class"
-        )
-    classes = {
-        path.name: [Path(entry.path) for entry in scan_images(path, left_out)] for path in folders
-    }
-    say_left_out(left_out, folder)
+    classes = class_images(folder)
     empty = [name for name, images in classes.items() if not images]
     if empty:
         raise InputError(
             f"there are no images in {len(empty)} class folders of {folder}: "
             f"{', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}; fill or remove them"
         )
-    return list(classes.values())
+    return [[Path(image) for image in images] for images in classes.values()]
 
 
 def sample_images(folder: Path, number: int, seed: int, apart: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import TokenFormerViT
 
-from .images import read_images, say_skipped
+from .images import read_images
 
 MOST = 32  # rows or columns of a picture; with more, it would be hard to read
 
@@ -93,7 +93,7 @@ def map_tokens(
     top: int = 8,
     batch_size: int = 32,
     device: torch.device | str = "cpu",
-    skipped: Callable[[Path, Exception], object] = say_skipped,
+    skipped: Callable[[Path, Exception], object] = print,
 ) -> dict[str, Any]:
     """Map the weights of some pairs of a layer over a few images.
 
@@ -160,7 +160,7 @@ def find_exemplars(
     top: int = 8,
     batch_size: int = 32,
     device: torch.device | str = "cpu",
-    skipped: Callable[[Path, Exception], object] = say_skipped,
+    skipped: Callable[[Path, Exception], object] = print,
 ) -> dict[str, Any]:
     """Find the images of a data set for which some pairs of a layer have the largest weights.
 

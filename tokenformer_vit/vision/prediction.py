@@ -1,7 +1,6 @@
 """Classify image files with a timm model."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +15,25 @@ from .images import read_images
 
 def predict(
     model: nn.Module,
-    paths: Sequence[Path],
+    samples: Sequence[Any],
     topk: int = 5,
     batch_size: int = 32,
     device: torch.device | str = "cpu",
-) -> Iterator[tuple[Path, list[dict[str, Any]] | Exception]]:
-    """Classify images with the model's evaluation transform.
+) -> Iterator[tuple[Path, list[dict[str, Any]] | InputError]]:
+    """Yield each path with its top classes as {label, index, probability}, or with its error.
 
-    Args:
-        model: timm classifier for RGB images.
-        paths: Image files.
-        topk: Number of classes to return for each image; all if the model has fewer.
-        batch_size: Images in a forward pass.
-        device: Device to compute on.
-
-    Yields:
-        Each path, in order, with its top classes as {label, index, probability}, or with the error
-        of reading the image.
-
-    Raises:
-        InputError: If the model does not take RGB images, has no classifier, or returns a value
-            that is not finite.
+    ``samples`` are paths of images or ``LabelledImages``; images are prepared as in the model's
+    evaluation. InputError if the model has no classifier, or its output is not finite.
     """
-    config = resolve_input_data_config(model)
-    if not model.num_classes:
-        raise InputError("the model has no classifier; give a model that was trained to classify")
-    names = class_names(model)
-    topk = min(topk, len(names))
+    config, names = resolve_input_data_config(model), class_names(model)
+    if not names:
+        raise InputError("the model has no classifier: give one that was trained to classify")
     model = model.to(device)
-    with closing(read_images(paths, config, batch_size)) as batches:
-        for batch in batches:
-            readable = [image for _, image in batch if isinstance(image, Tensor)]
-            tops = iter(_top(model, torch.stack(readable).to(device), topk) if readable else ())
-            for path, image in batch:
-                if isinstance(image, Exception):
-                    yield path, image
-                else:
-                    yield (
-                        path,
-                        [{"label": names[i], "index": i, "probability": p} for i, p in next(tops)],
-                    )
+    for batch in read_images(samples, config, batch_size):
+        readable = [image for _, image in batch if isinstance(image, Tensor)]
+        tops = iter(_top(model, torch.stack(readable).to(device), names, topk) if readable else ())
+        for path, image in batch:
+            yield path, image if isinstance(image, InputError) else next(tops)
 
 
 def class_names(model: Any) -> list[str]:
@@ -69,13 +47,13 @@ def class_names(model: Any) -> list[str]:
 
 
 @torch.inference_mode()
-def _top(model: nn.Module, images: Tensor, topk: int) -> list[list[tuple[int, float]]]:
+def _top(model: nn.Module, images: Tensor, names: list[str], topk: int) -> Iterator[list[dict]]:
     probabilities = model(images).float().softmax(dim=-1)  # (B, K)
     if not probabilities.isfinite().all():
-        raise InputError(
-            "the model's output is not finite: its training diverged; use an earlier checkpoint"
-        )
-    values, indices = probabilities.topk(topk)
-    return [
-        list(zip(i, p, strict=True)) for i, p in zip(indices.tolist(), values.tolist(), strict=True)
-    ]
+        raise InputError("the model's output is not finite: use an earlier checkpoint")
+    best = probabilities.topk(min(topk, len(names)))
+    for values, indices in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+        yield [
+            {"label": names[index], "index": index, "probability": value}
+            for value, index in zip(values, indices, strict=True)
+        ]

@@ -8,8 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tokenformer_vit.training.data.images import HuggingFaceImages
-from tokenformer_vit.vision.folders import folder_names, unpack
-from tokenformer_vit.vision.sources import parquet_splits
+from tokenformer_vit.vision.datasets import open_images, unpack
 
 from ..conftest import scalars
 
@@ -76,8 +75,8 @@ def finished(train_parquet, tmp_path_factory):
 @pytest.mark.slow
 def test_a_run_equals_a_run_on_the_unpacked_folders(train, finished, source, tmp_path):
     unpacked = tmp_path / "unpacked"  # as prepare-data makes it
-    splits, names = parquet_splits(source, {}, None, "label")
-    unpack(splits, folder_names(names), unpacked)
+    for split in ("train", "val"):
+        unpack(open_images(source, split), unpacked / split, split)
     tmp_path /= "run"
     without_workers = "train_dataloader.num_workers=0"
     train(tmp_path, "--data-root", str(unpacked), *OPTIONS, without_workers)
@@ -130,4 +129,4 @@ def test_a_corrupt_image_names_its_file_and_row(train_parquet, source, data_root
     write(path, images, [0] * 24)
     workers = ("--cfg-options", "train_dataloader.num_workers=2")
     line = train_parquet.fails(tmp_path / "run", "--data-root", str(other), *workers)
-    assert f"cannot read image {path}, row 17: " in line
+    assert f"cannot read image {other}, train, row {24 + 17}: " in line

@@ -18,8 +18,8 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.vision.image_rows import open_images
-from tokenformer_vit.vision.images import read_rgb
+from tokenformer_vit.vision.datasets import open_images
+from tokenformer_vit.vision.images import read_pixels
 
 from .augment import EvalTransform
 
@@ -39,11 +39,11 @@ class LoadImage(BaseTransform):
             results["img"] = cv2.cvtColor(results["img"], cv2.COLOR_BGR2RGB)
             return results
         try:
-            results["img"] = read_rgb(results["img_path"], results.pop("img_bytes", None))
+            results["img"] = read_pixels(results["img_path"], results.pop("img_bytes", None))
         except InputError as error:
             raise InputError(
                 f"cannot read image {error}; replace or delete it (`tokenformer-vit prepare-data "
-                "--check DATA_ROOT` lists all such files of folders)"
+                "--check FOLDER` lists all such files)"
             ) from error
         results["img_shape"] = results["ori_shape"] = results["img"].shape[:2]
         return results
@@ -82,7 +82,7 @@ class HuggingFaceImages(BaseDataset):
 
     Args:
         data_root: Folder with parquet files or of ``save_to_disk``, or a data set on the hub; see
-            :func:`~tokenformer_vit.vision.image_rows.open_images`.
+            :func:`~tokenformer_vit.vision.datasets.open_images`.
         split: Name of the split, such as ``train`` or ``validation``.
         image_column: Name of the column of images, if it is unusual.
         label_column: Name of the column of labels, if it is unusual.
@@ -90,7 +90,7 @@ class HuggingFaceImages(BaseDataset):
         **kwargs: As for mmpretrain's ``BaseDataset``: ``pipeline``, ``classes``, ``test_mode``, ...
     """
 
-    data_list: Any  # ImageRows, which reads an image when it is used
+    data_list: Any  # LabelledImages, which reads an image when it is used
 
     def __init__(
         self,
@@ -111,7 +111,9 @@ class HuggingFaceImages(BaseDataset):
     def load_data_list(self) -> Any:
         """Open the images; no image is read."""
         rows = self._open(self._metainfo.get("classes"))
-        if self._kept is not None:
+        if isinstance(self._kept, int):
+            rows.keep(slice(self._kept) if self._kept >= 0 else slice(self._kept, None))
+        elif self._kept is not None:
             rows.keep(self._kept)
         self._metainfo["classes"] = rows.classes
         return rows
