@@ -109,7 +109,7 @@ def test_other_sources_and_options_are_named(vit, folder, tmp_path):
         (tmp_path / "bert", [], "a model of type bert"),
         (tmp_path / "bare.pth", [], r"bare\.pth .*give its name with --model"),
         (folder, ["--tokenizer", "x", "--eps", 0], "is a ViT: leave out --tokenizer, --eps"),
-        (folder, ["--images", tmp_path / "bert"], "there is no image in the folder"),
+        (folder, ["--images", tmp_path / "bert"], "there is no image in .*bert, but 1 .json"),
     ):
         with pytest.raises(InputError, match=said):
             run(source, tmp_path / "out", *options)

@@ -105,6 +105,7 @@ def test_what_was_printed_stays_after_an_interruption(
 def test_unreadable_images_are_named_and_skipped(exported, photos, tmp_path, capsys):
     cut = tmp_path / "cut.jpg"
     cut.write_bytes((photos / "c.JPEG").read_bytes()[:900])
+    (tmp_path / "none").symlink_to("nowhere")
     words = [cut, photos / "a.jpg", tmp_path / "none", "--json", "--checkpoint", exported]
     with pytest.raises(SystemExit, match="1"):
         predict.main([str(word) for word in words])

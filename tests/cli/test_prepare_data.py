@@ -124,10 +124,10 @@ def test_splits_and_columns_are_found_or_named(source, tmp_path):
         "val/bee/val_0000000.jpg",
     ]
     write_shard(tmp_path / "odd/everything.parquet", [0])
-    refused("give --splits .*, of everything", tmp_path / "odd", tmp_path / "c")
+    refused("name --splits .* of one data set: everything", tmp_path / "odd", tmp_path / "c")
     write_shard(tmp_path / "odd/train.parquet", [0])
     write_shard(tmp_path / "odd/val.parquet", [0], NAMES[::-1])
-    refused("of one data set, of everything, train, val", tmp_path / "odd", tmp_path / "c")
+    refused("of one data set: everything, train, val", tmp_path / "odd", tmp_path / "c")
 
 
 def test_nothing_is_written_for_a_wrong_label_or_among_other_images(source, tmp_path):

@@ -252,10 +252,11 @@ def test_images_are_found_and_the_rest_is_counted(tmp_path, capsys):
     (photos / "linked").symlink_to(photos / "a/deep")
     (photos / "a/again").symlink_to(photos)  # it would contain itself
     expected = [str(photos / name) for name in ("a/b.PNG", "a/deep/c.jpg", "linked/c.jpg")]
-    assert list_images([photos, "other.txt"]) == [*expected, "other.txt"]
+    assert list_images([photos, photos / "1.txt"]) == [*expected, str(photos / "1.txt")]
     said = "2 hidden or system folders, 2 .txt, 1 without a suffix"
     assert capsys.readouterr().err == f"left out: {said} in {photos}\n"
-    (tmp_path / "x.txt").touch()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=rf"no image in {tmp_path}/empty"):
+    with pytest.raises(InputError, match=rf"no image in {tmp_path}/empty, but nothing"):
         list_images([tmp_path / "empty"])
+    with pytest.raises(InputError, match=r"no file or folder none\.png"):
+        list_images(["none.png"])

@@ -357,7 +357,7 @@ def labelled_images(folder: Path, num_classes: int) -> list[tuple[Path, int]]:
 
 
 def _images_by_class(folder: Path) -> list[list[Path]]:
-    classes = class_images(folder)
+    classes = class_images(folder) if folder.is_dir() else {}
     empty = [name for name, images in classes.items() if not images]
     if empty:
         raise InputError(

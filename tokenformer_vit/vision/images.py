@@ -101,7 +101,7 @@ def images_in(folder: str | Path) -> list[str]:
                 left_out[os.path.splitext(name)[1].lower() or "without a suffix"] += 1
     counts = ", ".join(f"{count} {kind}" for kind, count in left_out.most_common(8) if count)
     if not images:
-        raise InputError(f"there is no image in {folder}, but {counts}: give {IMAGE_SUFFIXES}")
+        raise InputError(f"there is no image in {folder}, but {counts or 'nothing'}")
     if counts and os.environ.get("RANK", "0") == "0":
         print(f"left out: {counts} in {folder}", file=sys.stderr)
     return images
@@ -109,6 +109,8 @@ def images_in(folder: str | Path) -> list[str]:
 
 def list_images(paths: Sequence[str | Path]) -> list[str]:
     """List files, whatever their suffix, and the images in folders."""
+    if missing := [str(path) for path in paths if not os.path.lexists(path)]:
+        raise InputError(f"there is no file or folder {', '.join(missing)}")
     found = [images_in(path) if os.path.isdir(path) else [str(path)] for path in paths]
     return [image for images in found for image in images]
 
