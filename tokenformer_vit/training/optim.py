@@ -195,7 +195,13 @@ def align_schedulers(runner: Any) -> None:
 
 @MODELS.register_module()
 class ForeachMovingAverage(ExponentialMovingAverage):
-    """mmengine's ``ExponentialMovingAverage``, by PyTorch's update of all tensors at a time."""
+    """mmengine's ``ExponentialMovingAverage``, by PyTorch's update of all tensors at a time.
+
+    The tensors are listed once: to walk through a model takes longer than to average it. Growth
+    replaces ``avg_parameters``, so that they are listed again.
+    """
+
+    _listed: Any = None  # the averages that were listed
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
@@ -204,9 +210,13 @@ class ForeachMovingAverage(ExponentialMovingAverage):
         if self.update_buffers or steps == 0 or steps % self.interval:
             super().update_parameters(model)
             return
+        if self._listed is not self.avg_parameters:
+            self._listed = self.avg_parameters
+            self._averages, self._weights = [*self._listed.values()], [*model.parameters()]
+            self._copies = [*zip(self.module.buffers(), model.buffers(), strict=True)]
         average = get_ema_multi_avg_fn(1 - self.momentum)
-        average([*self.module.parameters()], [*model.parameters()], steps)
-        for own, other in zip(self.module.buffers(), model.buffers(), strict=True):
+        average(self._averages, self._weights, steps)
+        for own, other in self._copies:
             own.copy_(other)
         steps.add_(1)
 
