@@ -9,6 +9,7 @@ import torch
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.training.models.growth import GrowthHook
+from tokenformer_vit.training.optim import AccumulationEMAHook
 
 from .conftest import last_checkpoint, scalars
 
@@ -68,6 +69,29 @@ def test_new_pairs_warm_up():
         hook.after_train_iter(runner)
         assert [group["lr"] for group in optimizer.param_groups] == [1.0, 1.0]
     assert rates == [[1, 0.25], [1, 0.5], [1, 0.75], [1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("split", [{}, {"new_lr_scale": 2.0}])  # with new parameters
+def test_weights_are_averaged_as_by_mmengine_after_growth(split):
+    hook = GrowthHook([{"iteration": 3, "num_ffn_param_tokens": 120}], **split)
+    model = timm.create_model("tokenformer_tiny", embed_dim=24, depth=1, num_heads=2)
+    kinds = ("ForeachMovingAverage", "ExponentialMovingAverage")
+    averages = [AccumulationEMAHook(ema_type=kind, momentum=0.3) for kind in kinds]
+    hub = SimpleNamespace(runtime_info={"seed": 0})
+    runner = SimpleNamespace(model=model, hooks=averages, message_hub=hub, param_schedulers=None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for each in averages:
+        each.before_run(runner)
+    for step in range(6):
+        if step == 3:
+            hook._grow(runner, optimizer)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_()
+        for each in averages:
+            each.ema_model.update_parameters(model)
+    mine, stock = (each.ema_model.state_dict() for each in averages)
+    torch.testing.assert_close(mine, stock)
 
 
 @pytest.mark.parametrize(
