@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
     if args.compile:
         compile_blocks(model)
     unreadable = 0
-    with args.out.open("w", newline="") if args.out else nullcontext() as file:
+    with args.out.open("w", newline="", buffering=1) if args.out else nullcontext() as file:
         table: Any = csv.writer(file) if file else None
         if table:
             table.writerow(["file", "rank", "class", "index", "probability"])
@@ -66,6 +66,5 @@ def main(argv: list[str]) -> None:
             sys.stdout.flush()
             if table:
                 table.writerows([path, rank, *each.values()] for rank, each in enumerate(top, 1))
-                file.flush()
     if unreadable:
         sys.exit(1)

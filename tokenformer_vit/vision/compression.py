@@ -357,7 +357,9 @@ def labelled_images(folder: Path, num_classes: int) -> list[tuple[Path, int]]:
 
 
 def _images_by_class(folder: Path) -> list[list[Path]]:
-    classes = class_images(folder) if folder.is_dir() else {}
+    if not folder.is_dir():
+        raise InputError(f"there are no class folders in {folder}; give one for each class")
+    classes = class_images(folder)
     empty = [name for name, images in classes.items() if not images]
     if empty:
         raise InputError(
