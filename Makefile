@@ -24,7 +24,7 @@ lint: $(READY) ## style, types, import contract, names in pages, and tables agai
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/test_pages.py
-	$(BIN)/python ablations/tables.py --check
+	$(BIN)/python ablations/report.py --check
 
 # timm's wheel leaves its tests out, its source distribution has them.
 timm-tests: $(READY) ## timm's own model tests on all models: an hour on two cores

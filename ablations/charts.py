@@ -18,11 +18,6 @@ LEADS = {  # epochs, sweep, TokenFormer, ViT
     ),
     "Muon": ((8, f"recipes/{BASE}", "tokenformer_muon", "vit_muon"),),
 }
-BUDGETS = {
-    f"{name}, {size} M": [f"{key}_{blocks}_{epochs}" for epochs in ("quarter", "half", "all")]
-    for blocks, size in (("half", 0.3), ("one", 0.6), ("double", 1.2))
-    for key, name in (("ours", "TokenFormer"), ("vit", "ViT"))
-}
 STAGES = {  # {} is how many times as large as the small model
     "large, from scratch": ("x{}_sunk_20", "x{}_shared_20", "x{}_counted_20", "x{}"),
     "small, trained on": ("small", "x{}_same_10", "x{}_same_20"),
@@ -44,10 +39,6 @@ def draw(found: Mapping[str, Sweep]) -> None:
     axes.axhline(0, color="0.5")
     axes.set(xlabel="epochs of the training")
     finish(panels, "lead")
-
-    (axes,) = panels = start("top-1 (%), trained for 2, 4 and 8 epochs")
-    over_flops(axes, found[f"budget/{BASE}"], BUDGETS)
-    finish(panels, "budget")
 
     panels = start("Θ: top-1 (%)", "LayerNorm: top-1 (%)")
     for axes, question in zip(panels, ("softmax", "layernorm"), strict=True):
@@ -97,9 +88,7 @@ def finish(panels: Sequence[Any], name: str) -> None:
     panels[0].figure.savefig(path, dpi=90, metadata={"Software": None})
 
 
-def over_flops(
-    axes: Any, sweep: Sweep, lines: Mapping[str, Sequence[str]], times: int | None = None
-) -> None:
+def over_flops(axes: Any, sweep: Sweep, lines: Mapping[str, Sequence[str]], times: int) -> None:
     """Draw results over training FLOPs, with those of the model that a run goes on from."""
     runs = sweep.best.groupby("variant").first()
     spent = runs["flops"] + runs["start"].map(runs["flops"]).fillna(0)

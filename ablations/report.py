@@ -108,16 +108,16 @@ def cells(values: Any, form: str) -> list[str]:
     return ["" if value != value else form.format(value) for value in values]
 
 
-def table(sweep: Sweep, names: Sequence[str]) -> tuple[str, str]:
+def table(sweep: Sweep, names: Sequence[str], *, brief: bool = False) -> tuple[str, str]:
     """Render a table of some variants, and what is the same in all of its rows."""
     runs = sweep.best.groupby("variant")
     first, mean = runs.first().loc[names], runs.mean(numeric_only=True).loc[names]
     length = "epochs" if first["epochs"].notna().any() else "iterations"
     ends = first["at_end"].map({True: "*", False: ""})
+    sizes = cells(first["parameters"], "{:,.0f}"), cells(first["grown_to"], " → {:,.0f}")
     columns = {
         "trained on": cells(first["text"], "{}"),
-        "parameters": cells(first["parameters"], "{:,.0f}"),
-        "grown to": cells(first["grown_to"], "{:,.0f}"),
+        "parameters": list(map("".join, zip(*sizes, strict=True))),
         "trained parameters": cells(first["trainable"], "{:,.0f}"),
         "rate": list(first["lr"].map("{:g}".format) + ends),
         length: cells(first[length], "{:,.0f}"),
@@ -125,14 +125,15 @@ def table(sweep: Sweep, names: Sequence[str]) -> tuple[str, str]:
         "n": cells(runs.size().loc[names], "{}"),
         "minutes": cells(mean["seconds"] / 60, "{:.1f}"),
     }
-    same = {key: values[0] for key, values in columns.items() if len({*values}) == 1}
-    columns = {key: values for key, values in columns.items() if key not in same}
+    hidden = ("n", "minutes") if brief else ()
+    same = {key: own[0] for key, own in columns.items() if len({*own}) == 1 and "*" not in own[0]}
+    columns = {key: own for key, own in columns.items() if key not in (*same, *hidden)}
     texts = [name for name in mean.filter(like="perplexity/") if mean[name].notna().all()]
     for name in texts if len(texts) > 1 else [sweep.question.metric]:
         heading = name.replace("top1", "top-1 %").replace("perplexity/", "")
         columns[heading] = cells(mean[name], "{:.2f}")
     own = {each.name: each for each in sweep.question.variants if each.name in names}
-    if any(each.paper for each in own.values()):
+    if not brief and any(each.paper for each in own.values()):
         columns["paper"] = [str(own[name].paper or "") for name in names]
     pairs = {name: [o for o in own[name].compare if o in names] for name in own}
     if any(pairs.values()):
@@ -192,7 +193,8 @@ def caption(sweep: Sweep, shared: str) -> str:
         if own.degrees:
             text += f"σ of runs{what} {own.sigma:#.2g} ({own.degrees} degrees of freedom), two "
             text += f"means of {n} differ beyond {own.half_width(n, n):#.2g}. "
-    commits, versions = ([*rows[key].unique()] for key in ("commit", "torch"))
+    commits = dict.fromkeys("+".join(rows["commit"]).split("+"))  # a resumed run may have two
+    versions = rows["torch"].unique()
     text += f"Commit {', '.join(commits)}; torch {', '.join(versions)}."
     mixed = len(commits) > 1 or len(versions) > 1 or "dirty" in "".join(commits)
     return text + (" **Not one commit, one torch and a clean tree.**" if mixed else "")
@@ -248,7 +250,7 @@ def fill(text: str, found: Mapping[str, Sweep], folder: Path) -> str:
     def render(match: re.Match[str]) -> str:
         key, *names = match[3].split()
         kinds = {
-            "table": lambda: table(found[key], names)[0],
+            "table": lambda: table(found[key], names, brief=True)[0],
             "sizes": lambda: sizes_table(found[key], names),
             "differences": lambda: differences(found, match[3].strip(), folder),
             "converted": lambda: converted([key, *names]),

@@ -1,0 +1,222 @@
+import os
+import re
+
+import charts
+import pandas as pd
+import pytest
+import report
+import results
+from sweep import Question, Variant
+
+ABOUT = {
+    **{"question": "which", "base": "base", "options": "", "lr": 1e-3, "commit": "7e196e7"},
+    **{"torch": "2.14.1", "date": "2026-11-26", "hardware": "2 cores, small", "dtype": "float32"},
+    **{"iterations": 10, "parameters": 5, "examples": 100, "batch_size": 4},
+}
+COLUMNS = results.RESULTS.read_text().partition("\n")[0].split(",")
+NO_CURVES = pd.DataFrame({"kind": [], "x": [], "value": [], "layer": []})
+NINE = ("one", [10, 11, 12], {}), ("two", [1, 2, 3], {})  # σ is 1, the interval ± 2.27
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "results.csv"
+
+
+@pytest.fixture
+def runs(path):
+    """Returns a function that writes and reads runs: variants, results by seed, other columns."""
+
+    def write(*groups):
+        rows = [
+            {**ABOUT, "variant": variant, "seed": seed, "top1": value, **own}
+            for variant, values, own in groups
+            for seed, value in enumerate(values)
+        ]
+        pd.DataFrame(rows).reindex(columns=COLUMNS).to_csv(path, index=False)
+        return results.read(path)
+
+    return write
+
+
+@pytest.fixture
+def sweep(runs, monkeypatch):
+    """Returns a function that makes the sweep of some groups."""
+    two = Variant("two", "other", None, paper=82.5)
+    halves = [Variant(f"alone_{size}", f"alone, {size / 100:g}", None) for size in (50, 100)]
+    variants = Variant("one", "first one", None, compare=("two",)), two, *halves
+    question = Question("which", "Which one?", "Which?\nOf two.\n\nMore.", variants)
+    monkeypatch.setattr(report, "questions", lambda: {"which": question})
+    return lambda *groups: report.sweeps(runs(*groups))["which/base"]
+
+
+def test_sigma_is_pooled_over_variants(runs):
+    rows = runs(("one", [1, 2, 3], {}), ("two", [2, 4, 6], {}))
+    noise = results.noise(rows, "top1")
+    assert noise == (pytest.approx(2.5**0.5), 4)
+    # Student's t at 97.5 % and four degrees of freedom is 2.7764.
+    assert noise.half_width(3, 3) == pytest.approx(2.7764 * (2.5 * 2 / 3) ** 0.5, rel=1e-4)
+    expected = pytest.approx((-2, noise.half_width(3, 3)))
+    assert results.difference(rows, "one", "two", "top1") == expected
+
+
+def test_seeds_are_paired_only_after_the_same_models(runs):
+    of_a_file = runs(*((name, values, {"start": "sha256:01"}) for name, values, _ in NINE))
+    assert results.paired_noise(of_a_file, "top1").degrees == 0
+    starts = ("small", [60, 70, 80], {}), ("one", [10, 20, 30], {"start": "small"})
+    rows = runs(*starts, ("two", [11, 21, 32], {"start": "small"}))
+    # The variance of the differences is 1/3, that of a run half of it; t at two degrees is 4.3027.
+    expected = pytest.approx((-4 / 3, 4.3027 * (1 / 6 * 2 / 3) ** 0.5), rel=1e-4)
+    assert results.difference(rows, "one", "two", "top1") == expected
+    noise = results.noise(rows, "top1")
+    assert noise.degrees == 2  # all three have the same three models
+    assert results.difference(rows, "one", "small", "top1")[1] == noise.half_width(3, 3)
+
+
+@pytest.mark.parametrize(("higher", "best", "at_end"), [(True, 2e-3, False), (False, 1e-3, True)])
+def test_seed_0_chooses_the_rate(runs, higher, best, at_end):
+    tried = {1e-3: [5], 2e-3: [7, 0], 3e-3: [6, 9]}
+    rows = runs(*(("one", values, {"lr": lr}) for lr, values in tried.items()))
+    assert results.best_rates(rows, "top1", higher=higher).to_dict() == {"one": best}
+    chosen = results.at_best(rows, "top1", higher=higher)
+    assert list(chosen["top1"]) == tried[best]
+    assert set(chosen["at_end"]) == {at_end}
+
+
+def test_a_seed_that_chose_on_held_out_images_does_not_count(runs):
+    held_out = [{"lr": lr, "selected_on": "held-out"} for lr in (1e-3, 2e-3)]
+    rows = runs(("one", [50], held_out[0]), ("one", [90, 70, 72], held_out[1]))
+    assert list(results.at_best(rows, "top1", higher=True)["top1"]) == [70, 72]
+
+
+def test_a_difference_beyond_its_interval_is_bold(sweep):
+    assert report.table(sweep(*NINE), ["one", "two"])[0].splitlines() == [
+        "|  | top-1 % | paper | difference |",
+        "| --- | --- | --- | --- |",
+        "| first one | 11.00 |  | **+9.00 ± 2.27** to other |",
+        "| other | 2.00 | 82.5 |  |",
+    ]
+    near = sweep(("one", [3, 4, 5], {}), ("two", [1, 2, 3], {}))
+    assert near.compared("one", "two") == "+2.00 ± 2.27"
+    assert sweep(("one", [1], {}), ("two", [5], {})).compared("one", "two") == "−4.00 ± nan"
+
+
+def test_at_the_end_of_a_grid_there_is_no_verdict(sweep):
+    tried = sweep(*NINE, ("one", [9], {"lr": 2e-3}))
+    assert tried.compared("one", "two") == "+9.00 ± 2.27"
+    assert "| first one | 0.001* | 11.00 |" in report.table(tried, ["one", "two"])[0]
+
+
+MIXED = "**Not one commit, one torch and a clean tree.**"
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        *[({"commit": "89ba24c"}, MIXED), ({"commit": "7e196e7-dirty"}, MIXED)],
+        *[({"commit": "7e196e7+89ba24c"}, MIXED), ({"torch": "2.15.0"}, MIXED)],
+        ({"selected_on": "test"}, "Rates were chosen on test data: seed 0's result chose and also"),
+        ({"selected_on": "held-out"}, "Rates were chosen on held-out training data."),
+    ],
+)
+def test_a_caption_tells_how_runs_were_made(sweep, other, words):
+    plain = report.caption(sweep(("one", [1, 2, 3], {}), ("two", [1, 2, 3], {})), "n 3")
+    assert "σ of runs 1.0 (4 degrees of freedom), two means of 3 differ beyond 2.3." in plain
+    assert words not in plain
+    assert words in report.caption(sweep(("one", [1, 2, 3], {}), ("two", [1, 2, 3], other)), "")
+
+
+def test_ways_to_get_a_size(sweep):
+    alone = ("alone_50", [50, 51], {}), ("alone_100", [90, 91], {})
+    sizes = {"top1_at_0.5": 70, "pruned_at_0.5": 20, "flops": 3e12}
+    made = sweep(*alone, ("nested", [92, 93], sizes))
+    assert report.sizes_table(made, made.names).splitlines()[2:] == [
+        "| alone | 0 | 50.50 | 90.50 |",
+        "| nested | 3 | **70.00** | 92.50 |",
+        "| nested, pruned | 3 | **20.00** |  |",
+    ]
+
+
+def test_a_run_is_read_back_and_answers_other_questions(path):
+    row = {**ABOUT, "variant": "one", "seed": 0, "top1": 50.25, "also": "that/a this/b"}
+    results.append(row, NO_CURVES, path, path.with_suffix(".parquet"))
+    rows = results.read(path)
+    assert list(rows["question"] + "/" + rows["variant"]) == ["which/one", "that/a", "this/b"]
+    assert list(rows.index) == [0, 0, 0]
+    assert {key: rows.iloc[0][key] for key in row} == row
+    assert rows["perplexity"].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"speed": 1}, "no column ['speed']: add it at the end of the header"),
+        ({"commit": None}, "needs ['commit']"),
+        ({}, "already has the run"),
+    ],
+)
+def test_what_cannot_be_appended(runs, path, change, words):
+    runs(("one", [1], {}))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=re.escape(words)):
+        results.append({**ABOUT, "variant": "one", "seed": 0, **change}, NO_CURVES, path, path)
+    assert path.read_bytes() == before
+
+
+def test_a_run_is_appended_whole_or_not_at_all(runs, path, monkeypatch):
+    runs(("one", [1], {}))
+    before, replace, curves = path.read_bytes(), os.replace, path.with_suffix(".parquet")
+    curve = pd.DataFrame({"kind": "loss", "x": [1, 2], "value": [0.5, 0.25], "layer": ""})
+    row = {**ABOUT, "variant": "two", "seed": 0}
+
+    def stop(part, whole):
+        if whole == path:
+            raise KeyboardInterrupt
+        replace(part, whole)
+
+    monkeypatch.setattr(os, "replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        results.append(row, curve, path, curves)
+    assert path.read_bytes() == before
+    monkeypatch.undo()
+    results.append(row, curve, path, curves)
+    assert path.read_bytes().startswith(before)
+    assert list(pd.read_parquet(curves)["value"]) == [0.5, 0.25]  # once
+
+
+def test_tables_are_written_and_checked(sweep, path, monkeypatch, tmp_path):
+    sweep(*NINE)
+    tables, page = tmp_path / "TABLES.md", tmp_path / "README.md"
+    page.write_text(
+        "Before\n<!-- table which/base two -->\nold\n<!-- end -->\n"
+        "<!-- differences A | B\nwhich/base one two eight epochs\n-->\n<!-- end -->\nAfter\n"
+    )
+    monkeypatch.setattr(report, "TABLES", tables)
+    monkeypatch.setattr(report, "PAGES", (page,))
+    monkeypatch.setattr(report, "read", lambda: results.read(path))
+    monkeypatch.setattr(charts, "draw", lambda found: None)
+    monkeypatch.setattr("sys.argv", ["report.py"])
+    report.main()
+    assert "## Which one?\nWhich? Of two.\n`base`: 2 cores, small, float32" in tables.read_text()
+    assert "old" not in page.read_text()
+    row = "| [eight epochs](TABLES.md#which-one) | 11.00 | 2.00 | **+9.00 ± 2.27** |\n"
+    assert f"{row}<!-- end -->\nAfter\n" in page.read_text()
+    monkeypatch.setattr("sys.argv", ["report.py", "--check"])
+    report.main()
+    tables.write_text(tables.read_text().replace("11.00", "12.00"))
+    with pytest.raises(SystemExit, match=r"TABLES.md is out of date: run python ablations/report"):
+        report.main()
+
+
+def test_every_run_of_the_repository_is_there_once():
+    rows, curves = results.read(), pd.read_parquet(results.CURVES)
+    assert not rows.duplicated(results.RUN).any()
+    named = curves[results.RUN].drop_duplicates().merge(rows, on=results.RUN)
+    assert len(named) == len(curves[results.RUN].drop_duplicates())
+
+
+def test_the_charts_are_drawn(monkeypatch, tmp_path):
+    (tmp_path / "figures").mkdir()
+    monkeypatch.setattr(charts, "FOLDER", tmp_path)
+    charts.draw(report.sweeps(results.read()))
+    assert len(list(tmp_path.glob("figures/*.png"))) == 5
