@@ -3,10 +3,8 @@
 python ablations/report.py           writes TABLES.md, the tables of pages, and figures/
 python ablations/report.py --check   fails if TABLES.md or a table of a page is out of date
 
-A page has its tables between two markers: ``<!-- table SWEEP VARIANT ... -->``, ``<!-- sizes SWEEP
-VARIANT ... -->``, ``<!-- differences HEADING | HEADING`` with lines ``SWEEP VARIANT VARIANT TEXT``,
-or ``<!-- converted NAME ... -->`` with names in ``from_vit.csv``; and ``<!-- end -->``. A SWEEP is
-a question and a base: ``softmax/cifar10_mini``.
+Pages have tables between markers such as ``<!-- table softmax/cifar10_mini gelu_l2 vit -->`` and
+``<!-- end -->``: a question and a base, which is a sweep, and its variants.
 """
 
 import argparse
@@ -15,35 +13,35 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 from results import FOLDER, SWEEP, Noise, at_best, difference, noise, paired_noise, read
-from sweep import Question
+
+if TYPE_CHECKING:
+    from sweep import Question
 
 TABLES = FOLDER / "TABLES.md"
 PAGES = FOLDER.parent / "README.md", FOLDER / "README.md"
 INTRODUCTION = """# Ablations
 
-Rendered by `python ablations/report.py` from [results.csv](results.csv), which has every run at
-every rate. A row is a variant at its best learning rate: the best one for seed 0. The other seeds
-were trained at this rate. `*` marks a best rate at the end of its grid: one beyond it may be
-better.
+Rendered by `python ablations/report.py` from [results.csv](results.csv), which has every run. A row
+is a variant at its best learning rate, which seed 0 chose. `*` marks a rate at the end of its grid.
 
-Results are means over n seeds. A ± is half the width of a 95 % interval, by Student's t. A sweep
-has one σ, the standard deviation of a run by its seed, pooled over its variants. A difference in
-**bold** is beyond its interval; it is never bold where one of the two rates is at the end of its
-grid. Seeds are paired only where both variants go on from the same trained models. Top-1 is of the
-test images, perplexity of held-out text, both after the last step. FLOPs are those of one training,
-or of one stage. Minutes are of machines that did other work.
+Results are means over n seeds. Each sweep has one σ, the standard deviation of a run by its seed,
+pooled over its variants. A ± is half the 95 % interval that it gives, by Student's t. A difference
+beyond it is **bold**, if both rates are inside their grids. Seeds are paired only where both
+variants go on from the same trained models. FLOPs are those of one training, or of one stage;
+minutes are those of machines that did other work; perplexity is of held-out text.
 """
 
 
 class Sweep(NamedTuple):
     """The runs of one table."""
 
-    question: Question
+    question: "Question"
     rows: Any  # DataFrame of all runs
     best: Any  # of those at the best rate of their variant
 
@@ -52,6 +50,14 @@ class Sweep(NamedTuple):
         """Names of the variants that have run, in the order of the question."""
         order = {each.name: place for place, each in enumerate(self.question.variants)}
         return sorted(self.best["variant"].unique(), key=lambda name: order.get(name, len(order)))
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        """Columns of the results and their headings: one, or one for each of several texts."""
+        found = self.best.filter(like="perplexity/").dropna(axis=1)
+        texts = {name: name.removeprefix("perplexity/") for name in found}
+        metric = self.question.metric
+        return texts if len(texts) > 1 else {metric: metric.replace("top1", "top-1 %")}
 
     @property
     def means(self) -> Any:
@@ -80,15 +86,14 @@ def sweeps(rows: pd.DataFrame) -> dict[str, Sweep]:
     asked, found = questions(), {}
     for about, own in rows.groupby(SWEEP, sort=False):
         name, base, options = map(str, about)  # type: ignore[arg-type]
-        question = asked.get(name) or Question(name, name, "", ())
+        question, key = asked[name], f"{name}/{base}"
         best = at_best(own, question.metric, higher=question.higher_is_better)
-        key = f"{name}/{base}"
         key = f"{key}/{options.replace(' ', '/')}" if key in found else key
         found[key] = Sweep(question, own, best)
     return found
 
 
-def questions() -> dict[str, Question]:
+def questions() -> dict[str, "Question"]:
     """Import the questions of all files."""
     asked = {}
     for path in sorted(FOLDER.glob("*.py")):
@@ -128,10 +133,7 @@ def table(sweep: Sweep, names: Sequence[str], *, brief: bool = False) -> tuple[s
     hidden = ("n", "minutes") if brief else ()
     same = {key: own[0] for key, own in columns.items() if len({*own}) == 1 and "*" not in own[0]}
     columns = {key: own for key, own in columns.items() if key not in (*same, *hidden)}
-    texts = [name for name in mean.filter(like="perplexity/") if mean[name].notna().all()]
-    for name in texts if len(texts) > 1 else [sweep.question.metric]:
-        heading = name.replace("top1", "top-1 %").replace("perplexity/", "")
-        columns[heading] = cells(mean[name], "{:.2f}")
+    columns |= {key: cells(mean[name], "{:.2f}") for name, key in sweep.metrics.items()}
     own = {each.name: each for each in sweep.question.variants if each.name in names}
     if not brief and any(each.paper for each in own.values()):
         columns["paper"] = [str(own[name].paper or "") for name in names]
@@ -188,11 +190,11 @@ def caption(sweep: Sweep, shared: str) -> str:
     chosen = {"": "", "held-out": "Rates were chosen on held-out training data. "}
     chosen["test"] = "Rates were chosen on test data: seed 0's result chose and also counts. "
     text += "".join(chosen[data] for data in rows["selected_on"].unique())
-    for what, pooled in (("", noise), (" from the same models", paired_noise)):
-        own = pooled(sweep.best, sweep.question.metric)
-        if own.degrees:
-            text += f"σ of runs{what} {own.sigma:#.2g} ({own.degrees} degrees of freedom), two "
-            text += f"means of {n} differ beyond {own.half_width(n, n):#.2g}. "
+    pooled = {"": noise, " of runs from the same models": paired_noise}
+    for (name, heading), (what, of) in product(sweep.metrics.items(), pooled.items()):
+        if (own := of(sweep.best, name)).degrees:
+            text += f"σ of {heading}{what} {own.sigma:#.2g} ({own.degrees} degrees of freedom), "
+            text += f"two means of {n} differ beyond {own.half_width(n, n):#.2g}. "
     commits = dict.fromkeys("+".join(rows["commit"]).split("+"))  # a resumed run may have two
     versions = rows["torch"].unique()
     text += f"Commit {', '.join(commits)}; torch {', '.join(versions)}."

@@ -121,7 +121,7 @@ MIXED = "**Not one commit, one torch and a clean tree.**"
 )
 def test_a_caption_tells_how_runs_were_made(sweep, other, words):
     plain = report.caption(sweep(("one", [1, 2, 3], {}), ("two", [1, 2, 3], {})), "n 3")
-    assert "σ of runs 1.0 (4 degrees of freedom), two means of 3 differ beyond 2.3." in plain
+    assert "σ of top-1 % 1.0 (4 degrees of freedom), two means of 3 differ beyond 2.3." in plain
     assert words not in plain
     assert words in report.caption(sweep(("one", [1, 2, 3], {}), ("two", [1, 2, 3], other)), "")
 
