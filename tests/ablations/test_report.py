@@ -165,17 +165,12 @@ def test_what_cannot_be_appended(runs, path, change, words):
 
 def test_a_run_is_appended_whole_or_not_at_all(runs, path, monkeypatch):
     runs(("one", [1], {}))
-    before, replace, curves = path.read_bytes(), os.replace, path.with_suffix(".parquet")
+    before, curves = path.read_bytes(), path.with_suffix(".parquet")
     curve = pd.DataFrame({"kind": "loss", "x": [1, 2], "value": [0.5, 0.25], "layer": ""})
     row = {**ABOUT, "variant": "two", "seed": 0}
-
-    def stop(part, whole):
-        if whole == path:
-            raise KeyboardInterrupt
-        replace(part, whole)
-
-    monkeypatch.setattr(os, "replace", stop)
-    with pytest.raises(KeyboardInterrupt):
+    calls = iter([os.replace, lambda *paths: pytest.fail("stopped")])
+    monkeypatch.setattr(os, "replace", lambda *paths: next(calls)(*paths))
+    with pytest.raises(pytest.fail.Exception, match="stopped"):
         results.append(row, curve, path, curves)
     assert path.read_bytes() == before
     monkeypatch.undo()
@@ -191,11 +186,11 @@ def test_tables_are_written_and_checked(sweep, path, monkeypatch, tmp_path):
         "Before\n<!-- table which/base two -->\nold\n<!-- end -->\n"
         "<!-- differences A | B\nwhich/base one two eight epochs\n-->\n<!-- end -->\nAfter\n"
     )
-    monkeypatch.setattr(report, "TABLES", tables)
-    monkeypatch.setattr(report, "PAGES", (page,))
-    monkeypatch.setattr(report, "read", lambda: results.read(path))
+    here = {"TABLES": tables, "PAGES": (page,), "read": lambda: results.read(path)}
     monkeypatch.setattr(charts, "draw", lambda found: None)
     monkeypatch.setattr("sys.argv", ["report.py"])
+    for name, value in here.items():
+        monkeypatch.setattr(report, name, value)
     report.main()
     assert "## Which one?\nWhich? Of two.\n`base`: 2 cores, small, float32" in tables.read_text()
     assert "old" not in page.read_text()
@@ -209,10 +204,10 @@ def test_tables_are_written_and_checked(sweep, path, monkeypatch, tmp_path):
 
 
 def test_every_run_of_the_repository_is_there_once():
-    rows, curves = results.read(), pd.read_parquet(results.CURVES)
+    rows = results.read()
     assert not rows.duplicated(results.RUN).any()
-    named = curves[results.RUN].drop_duplicates().merge(rows, on=results.RUN)
-    assert len(named) == len(curves[results.RUN].drop_duplicates())
+    curves = pd.read_parquet(results.CURVES)[results.RUN].drop_duplicates()
+    assert len(curves.merge(rows, on=results.RUN)) == len(curves)
 
 
 def test_the_charts_are_drawn(monkeypatch, tmp_path):
