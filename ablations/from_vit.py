@@ -23,6 +23,7 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from report import converted
 from timm.layers import set_fused_attn
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -30,7 +31,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.experiments.readmes import converted_vits
 from tokenformer_vit.files import whole_file
 from tokenformer_vit.growth import measure_usage, prune
 from tokenformer_vit.models import from_vit
@@ -418,7 +418,7 @@ def main(words: Sequence[str] | None = None) -> None:
     args = parse(words)
     if args.report:
         chart(args.csv)
-        return print(converted_vits(args.csv))
+        return print(converted(path=args.csv))
     if args.device == "cpu":
         set_fused_attn(False)  # in bfloat16, PyTorch's fused CPU kernel is 2.5 times slower
     data = load_data(args)
@@ -433,7 +433,7 @@ def main(words: Sequence[str] | None = None) -> None:
             models = {"vit": vit, "converted": from_vit(vit)}
             for part in measured:
                 part(args, data, rows, models)
-    print(converted_vits(args.csv), f"All values: {args.csv}", sep="\n")
+    print(converted(path=args.csv), f"All values: {args.csv}", sep="\n")
 
 
 if __name__ == "__main__":

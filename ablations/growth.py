@@ -1,98 +1,310 @@
-"""What does growth save? Grown TokenFormers, TokenFormers from scratch, and grown ViTs.
+"""What does growth save? In one schedule, in stages after a trained small model, and at first."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from models import (
+    TRANSFORMERS,
+    Change,
+    Config,
+    Sizes,
+    base_model,
+    hook,
+    lasting,
+    length_key,
+    matched_transformer,
+    matched_vit,
+    resized,
+    several,
+    share_of_pairs,
+)
+from sweep import Question, Variant, main
+
+GROWTH = """What does growth save? Grown TokenFormers, TokenFormers from scratch, and grown ViTs.
 
 A TokenFormer has a quarter of the config's pairs at first, half of them after a third of the
-epochs, and all of them after two thirds. It is compared with models that have their size from the
-start, in the same learning rate schedule. *Zero keys* and *duplicates* keep what the model
-computes; *random* pairs, as in the paper, do not (arXiv:2410.23168, Section 3.3). The ViT has as
-many parameters as the whole TokenFormer. It grows by its hidden layers (Net2Net, arXiv:1511.05641,
-which keeps the function) or by its blocks (stacking, Gong et al. 2019, which does not). FLOPs count
-all forward and backward passes. *The largest, fewer epochs* has a whole schedule over two
-thirds of the epochs, and *a quarter, twice the epochs* one over twice as many: they cost about as
-much as the grown models. Published savings for ViTs on ImageNet are 56.7 % (LEMON,
-arXiv:2310.07999) and 76 % (Mango, arXiv:2310.10699, DeiT-S to DeiT-B). Both start from a trained
-small model and do not count its cost, which is counted here.
-"""
+epochs, and all of them after two thirds. All models have the same learning rate schedule. *Zero
+keys* and *duplicates* keep what the model computes; *random* pairs do not (arXiv:2410.23168,
+Section 3.3). The ViT grows by its hidden layers (Net2Net, arXiv:1511.05641, which keeps the
+function) or by its blocks (stacking, Gong et al. 2019, which does not)."""
+LM_GROWTH = """What does growth save a language model? Against models from scratch, and Net2Net.
 
-from tokenformer_vit.experiments import (
-    Part,
-    Shape,
-    TrainingCost,
-    Variant,
-    arguments,
-    in_stages,
-    lasting,
-    main,
-    share_of_pairs,
-    to_matched_vit,
-)
+As for images, from an eighth of the pairs, in quarters of the iterations. In the paper, growth by
+30B tokens a stage ends at a perplexity of 11.77, and a Transformer by 300B tokens at 11.63."""
+STAGES = """Does a trained small model save most of a large model's training, as the paper claims?
 
-SHARES = (1 / 4, 1 / 2, 1)  # of the full size, each for a third of the epochs
-QUARTER = share_of_pairs(SHARES[0])
+A TokenFormer with a third of the config's pairs, or a quarter for language, is trained to its end.
+It is enlarged, and trained on with a schedule of its own, for a tenth and a fifth of a large
+model's training (arXiv:2410.23168, Section 3.3). It is compared with the large model from scratch,
+at full length and at the cost of the growth; with the small model trained on, at the same cost; and
+with a Transformer that grew by Net2Net, whose small model is larger. Costs are FLOPs. The small
+model's are *sunk*, *shared* with the two that grow from it, or *counted* in full. New pairs are
+zero keys, duplicates, or random, with τ kept or, *as released*, that of the new number of pairs."""
+GROWTH_START = """What does growth cost in its first steps, and what makes it cheaper?
+
+A language model with half of the config's pairs gets all of them after the first iteration of a
+stage, which lasts a fifth of the iterations. *Not grown* trains on in the same schedule. *New
+pairs, × 3* have a larger learning rate. *Noise* is added to the old pairs, relative to their root
+mean square, as [the authors advise](https://github.com/Haiyang-W/TokenFormer/issues/11)."""
+
+LM_SCHEDULES = """How often should a language model grow? In 20, 10 or 5 equal steps to one size.
+
+A course report of 2024 has these schedules (G64, G128, G256), resets the optimiser's moments at
+each growth, and has a constant learning rate; here it follows the config's schedule."""
+
+INITS = {
+    "zero_key": "zero keys",
+    "duplicate": "duplicates",
+    "random": "random, τ kept",
+    "released": "random, as released",
+}
+LENGTHS = (10, 20)  # of a stage, in % of the large model's training
+ACCOUNTS = {"sunk": 0.0, "shared": 1 / 3, "counted": 1.0}  # shares of the small model's cost
+STEPS = 50  # between two validations; each takes about as long as 40 training steps
 
 
-def narrow_vit(backbone: Part, shape: Shape) -> Part:
-    """Use the matched ViT with the hidden layers of the first stage."""
-    hidden = shape.hidden(SHARES[0])["hidden_features"]
-    # The committed records have this ratio; matched.mlp_ratio gives 1.5 for them.
-    return {**to_matched_vit(backbone, shape), "mlp_ratio": (hidden + 0.5) / shape.embed_dim}
+def hidden(sizes: Sizes, share: float) -> dict[str, int]:
+    """Return a share of the hidden neurons of the matched Transformer."""
+    return sizes.hidden(share)
 
 
-def shallow_vit(backbone: Part, shape: Shape) -> Part:
-    """Use the matched ViT with the blocks of the first stage."""
-    return {**to_matched_vit(backbone, shape), **depth(shape, SHARES[0])}
-
-
-def depth(shape: Shape, share: float) -> dict[str, int]:
+def depth(sizes: Sizes, share: float) -> dict[str, int]:
     """Return a share of the blocks."""
-    return {"depth": max(1, round(share * shape.depth))}
+    return {"depth": max(1, round(share * sizes.depth))}
 
 
-def grown(name: str, label: str, **how: str) -> Variant:
-    """Grow a TokenFormer by pairs."""
-    schedule = in_stages("epoch", SHARES, Shape.pairs, **how)
-    return Variant(name, label, QUARTER, outside=schedule, grown=True)
+def during(
+    shares: tuple[float, ...], size: Callable[[Sizes, float], Mapping[str, int]], **how: Any
+) -> Change:
+    """Start with the first share of the full size, and grow through the others in equal stages."""
+
+    def change(cfg: Config, sizes: Sizes) -> None:
+        key = length_key(cfg)
+        unit = {"max_epochs": "epoch", "max_iters": "iteration"}[key]
+        schedule = [
+            {unit: round(stage / len(shares) * cfg["train_cfg"][key]), **size(sizes, share)}
+            for stage, share in enumerate(shares)
+        ]
+        kind = "GrowthHook" if size is Sizes.pairs else "Net2NetHook"
+        several(
+            resized(lambda sizes: size(sizes, shares[0])),
+            hook(kind, schedule=schedule[1:], **how),
+        )(cfg, sizes)
+
+    return change
 
 
-QUESTION = TrainingCost(
-    name="growth",
-    title="Growth",
-    text=__doc__,
-    variants=(
-        Variant("small", "a quarter of the pairs", QUARTER),
-        Variant("medium", "half of the pairs", share_of_pairs(SHARES[1])),
-        Variant("large", "all pairs: the largest", arguments()),
+def at_start(size: Callable[[Sizes], Mapping[str, int]], kind: str, **how: Any) -> Change:
+    """Grow after the first iteration, in which the warm-up has hardly begun."""
+
+    def change(cfg: Config, sizes: Sizes) -> None:
+        hook(kind, schedule=[{"iteration": 1, **size(sizes)}], **how)(cfg, sizes)
+
+    return change
+
+
+def in_one_schedule(
+    small: Mapping[str, tuple[str, float]], unit: str, short: float, others: Iterable[Variant]
+) -> tuple[Variant, ...]:
+    """Compare models that have their size from the start with growth through these sizes.
+
+    Args:
+        small: Label and share of all pairs of each smaller model, by name.
+        unit: What a run is counted in.
+        short: Share of the run after which the grown models have cost as much.
+        others: The Transformers.
+    """
+    name, (label, least) = next(iter(small.items()))
+    shares = (*(share for _, share in small.values()), 1)
+    compare = ("large", "large_short", f"{name}_long")
+    return (
+        *(Variant(n, f"{text} of the pairs", share_of_pairs(s)) for n, (text, s) in small.items()),
+        Variant("large", "all pairs: the largest", base_model),
+        Variant("large_short", f"the largest, fewer {unit}", lasting(short)),
         Variant(
-            "large_short",
-            "the largest, fewer epochs",
-            arguments(),
-            outside=lasting(2 / 3, "max_epochs"),
+            f"{name}_long",
+            f"{label}, twice the {unit}",
+            several(share_of_pairs(least), lasting(2)),
         ),
-        Variant(
-            "small_long", "a quarter, twice the epochs", QUARTER, outside=lasting(2, "max_epochs")
+        Variant("zero_key", "grown, zero keys", during(shares, Sizes.pairs), compare=compare),
+        *(
+            Variant(init, f"grown, {text}", during(shares, Sizes.pairs, init=init), compare=compare)
+            for init, text in (("duplicate", "duplicates"), ("random", "random"))
         ),
-        grown("zero_key", "grown, zero keys"),
-        grown("duplicate", "grown, duplicates", init="duplicate"),
-        grown("random", "grown, random", init="random"),
-        Variant("vit", "ViT, matched", to_matched_vit, reference=True),
-        Variant(
-            "net2net",
-            "ViT, Net2Net",
-            narrow_vit,
-            outside=in_stages("epoch", SHARES, Shape.hidden),
-            reference=True,
-            grown=True,
+        *others,
+    )
+
+
+def transformers(shares: tuple[float, ...]) -> Iterator[Variant]:
+    """Yield the matched Transformers from scratch, and grown by Net2Net."""
+    for positions, label in TRANSFORMERS.items():
+        prefix = "rotary_" if positions == "rotary" else ""
+        whole = matched_transformer(positions)
+        name = prefix.strip("_") or "transformer"
+        yield Variant(name, f"{label}, matched", whole)
+        grown = several(whole, during(shares, hidden))
+        yield Variant(f"{prefix}net2net", f"{label}, Net2Net", grown, compare=(name,))
+
+
+def stages(times: tuple[int, ...], references: Mapping[str, tuple[str, Change]]):
+    """Yield a small model, models that are several times as large, and growth between them.
+
+    Args:
+        times: How many times as large each large model is; the largest has the config's pairs.
+        references: Label and change of each Transformer, by the start of its variants' names.
+    """
+    last = max(times)
+
+    def pairs(sizes: Sizes, number: int) -> dict[str, int]:
+        return {key: number * count for key, count in sizes.pairs(1 / last).items()}
+
+    def neurons(sizes: Sizes, number: int) -> dict[str, int]:
+        return {key: number * count for key, count in sizes.hidden(1 / last).items()}
+
+    def ours(number: int) -> Change:
+        return resized(lambda sizes: pairs(sizes, number))
+
+    def theirs(change: Change, number: int) -> Change:
+        return several(change, resized(lambda sizes: neurons(sizes, number)))
+
+    yield Variant("small", "small", ours(1), compare=tuple(f"{p}reference" for p in references))
+    for prefix, (label, change) in references.items():
+        yield Variant(f"{prefix}reference", f"{label}, small", theirs(change, 1))
+    for number in times:
+        name, label = f"x{number}", f"× {number}"
+        scratch = tuple(f"{name}_{prefix}reference" for prefix in references)
+        yield Variant(name, f"{label}, from scratch", ours(number), compare=scratch)
+        for prefix, (text, change) in references.items():
+            whole = theirs(change, number)
+            yield Variant(f"{name}_{prefix}reference", f"{text}, {label}, from scratch", whole)
+        for stage in LENGTHS:
+            cost = (name, stage / 100)
+            yield Variant(
+                f"{name}_same_{stage}",
+                f"small, not grown, cost of {label}, {stage} %",
+                base_model,
+                start="small",
+                costs=(cost,),
+            )
+            for account, share in ACCOUNTS.items():
+                yield Variant(
+                    f"{name}_{account}_{stage}",
+                    f"{label}, from scratch, cost of {stage} %, small model {account}",
+                    ours(number),
+                    compare=(name,),
+                    costs=(cost, ("small", share)),
+                )
+            others = (*ACCOUNTS, "same", *(f"{prefix}net2net" for prefix in references))
+            for init, text in INITS.items():
+                grow = at_start(lambda s, n=number: pairs(s, n), "GrowthHook", init=init)
+                yield Variant(
+                    f"{name}_{init}_{stage}",
+                    f"{label}, {text}, {stage} %",
+                    several(grow, lasting(stage / 100)),
+                    start="small",
+                    compare=(name, *(f"{name}_{other}_{stage}" for other in others)),
+                )
+            for prefix, (text, _) in references.items():
+                grow = at_start(lambda s, n=number: neurons(s, n), "Net2NetHook")
+                yield Variant(
+                    f"{name}_{prefix}net2net_{stage}",
+                    f"{text}, {label}, Net2Net, {stage} %",
+                    several(grow, lasting(stage / 100)),
+                    start=f"{prefix}reference",
+                    compare=(f"{name}_{prefix}reference",),
+                )
+
+
+def first_steps() -> Iterator[Variant]:
+    """Yield a small model, and stages after it that are validated often."""
+
+    def often(cfg: Config, sizes: Sizes) -> None:
+        length = cfg["train_cfg"]["max_iters"]
+        lasts = {"max_iters": length // 5, "val_interval": min(STEPS, length // 20)}
+        cfg["train_cfg"].update(lasts)
+        cfg["default_hooks"]["logger"]["interval"] = STEPS // 10
+
+    yield Variant("small", "half of the pairs", share_of_pairs(1 / 2))
+    yield Variant("same", "not grown", often, start="small")
+    for name, label, noise, how in (
+        ("zero_key", "zero keys", 0.0, {"init": "zero_key"}),
+        (
+            "zero_key_lr3",
+            "zero keys, new pairs × 3",
+            0.0,
+            {"init": "zero_key", "new_lr_scale": 3.0},
         ),
-        Variant(
-            "stacking",
-            "ViT, stacking",
-            shallow_vit,
-            outside=in_stages("epoch", SHARES, depth),
-            reference=True,
-            grown=True,
+        (
+            "zero_key_lr10",
+            "zero keys, new pairs × 10",
+            0.0,
+            {"init": "zero_key", "new_lr_scale": 10.0},
+        ),
+        ("zero_key_noise1", "zero keys, noise 1 %", 0.01, {"init": "zero_key"}),
+        ("zero_key_noise10", "zero keys, noise 10 %", 0.1, {"init": "zero_key"}),
+        ("duplicate", "duplicates", 0.0, {"init": "duplicate"}),
+        ("random", "random, τ kept", 0.0, {"init": "random"}),
+    ):
+        changes = [hook("NoiseHook", noise=noise)] if noise else []
+        changes += [at_start(lambda sizes: sizes.pairs(1), "GrowthHook", **how), often]
+        compare = ("same",) if name == "zero_key" else ("same", "zero_key")
+        yield Variant(name, label, several(*changes), start="small", compare=compare)
+
+
+def in_steps(name: str, label: str, number: int, moments: str) -> Variant:
+    """Grow by equal numbers of pairs, in equal stages."""
+    shares = tuple(stage / number for stage in range(1, number + 1))
+    return Variant(name, label, during(shares, Sizes.pairs, moments=moments), compare=("large",))
+
+
+THIRDS, QUARTERS = (1 / 4, 1 / 2, 1), (1 / 8, 1 / 4, 1 / 2, 1)
+VITS = (
+    Variant("vit", "ViT, matched", matched_vit),
+    Variant("net2net", "ViT, Net2Net", several(matched_vit, during(THIRDS, hidden))),
+    Variant("stacking", "ViT, stacking", several(matched_vit, during(THIRDS, depth))),
+)
+PARTS = {"small": ("a quarter", 1 / 4), "medium": ("half", 1 / 2)}
+LM_PARTS = {
+    "eighth": ("an eighth", 1 / 8),
+    "quarter": ("a quarter", 1 / 4),
+    "half": ("half", 1 / 2),
+}
+LM_REFERENCES = {
+    "": (TRANSFORMERS["learned"], matched_transformer("learned")),
+    "rotary_": (TRANSFORMERS["rotary"], matched_transformer("rotary")),
+}
+
+
+def question(name: str, title: str, text: str, variants: Iterable[Variant]) -> Question:
+    """Return a question about models of several sizes; those of language have a perplexity."""
+    metric = "perplexity" if title.startswith("Language") else "top1"
+    return Question(name, title, text, tuple(variants), metric, same_size=False)
+
+
+QUESTIONS = (
+    question("growth", "Growth", GROWTH, in_one_schedule(PARTS, "epochs", 2 / 3, VITS)),
+    question("stages", "Growth in stages", STAGES, stages((2, 3), {"": ("ViT", matched_vit)})),
+    question(
+        "lm_growth",
+        "Language: growth",
+        LM_GROWTH,
+        in_one_schedule(LM_PARTS, "iterations", 3 / 5, transformers(QUARTERS)),
+    ),
+    question("lm_stages", "Language: growth in stages", STAGES, stages((2, 4), LM_REFERENCES)),
+    question("growth_start", "Language: the first steps after growth", GROWTH_START, first_steps()),
+    question(
+        "lm_schedules",
+        "Language: schedules of growth",
+        LM_SCHEDULES,
+        (
+            Variant("large", "all pairs from the start", base_model),
+            in_steps("g64", "a twentieth at a time, moments reset (G64)", 20, "reset"),
+            in_steps("g128", "a tenth at a time, moments reset (G128)", 10, "reset"),
+            in_steps("g256", "a fifth at a time, moments reset (G256)", 5, "reset"),
+            in_steps("g256_kept", "a fifth at a time, moments kept", 5, "keep"),
         ),
     ),
-    largest="large",
 )
 
 if __name__ == "__main__":
-    main(QUESTION)
+    main(QUESTIONS)

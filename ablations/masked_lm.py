@@ -11,13 +11,15 @@ import torch
 from mmengine.dist import master_only
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
-from mmpretrain.registry import MODELS
+from mmpretrain.registry import DATASETS, MODELS
+from probes import held_out_of
 from torch import Tensor, nn
 
 from tokenformer_vit.growth import TokenMasks, count_pairs, grow
 from tokenformer_vit.language import MASKS
 from tokenformer_vit.models.compilation import BLOCKS
 from tokenformer_vit.training.distributed import unwrap
+from tokenformer_vit.training.language.data import TokenDataset
 from tokenformer_vit.training.language.model import CausalLM
 
 
@@ -100,3 +102,26 @@ class MasksHook(Hook):
         """Save the masks, which the next stage and ``evaluate-lm`` load."""
         if (masks := unwrap(runner.model).masks) is not None:
             torch.save(masks.pairs, Path(runner.work_dir, MASKS))
+
+
+@DATASETS.register_module()
+class HeldOutRows(TokenDataset):
+    """The rows of a text without those that are held out, or with these alone."""
+
+    def __init__(self, data_root: str, split: str, held_out: bool) -> None:
+        super().__init__(data_root, split)
+        self._held_out, size = held_out, super().__len__()
+        chosen = held_out_of(size)
+        self._rows = chosen if held_out else sorted({*range(size)} - {*chosen})
+
+    def __reduce__(self) -> Any:
+        """Open the files again in a worker that is not a fork."""
+        return type(self), (str(self.folders[0]), self._split, self._held_out)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a row."""
+        return super().__getitem__(self._rows[index])

@@ -1,176 +1,115 @@
 """One training for every size? Nested pairs, against models trained alone, pruned and grown.
 
-The first quarter, half and three quarters of the pairs of every layer are smaller models of the
-same width. *Nested* trains all sizes in one model: by the *sandwich* rule (in every step the
-largest size, the smallest and a random one between them, arXiv:1903.05134), with or without
-*distillation* (the smaller sizes learn the predictions of the largest); with *one random size* a
-step; or in *parts* (half of each batch trains all pairs, and the smaller sizes divide the rest).
-Each size has its own τ, √S for S pairs. *τ kept* uses √P of all pairs at every size.
+The first quarter, half and three quarters of the pairs of every layer are smaller models. *Nested*
+trains all sizes in one model: by the *sandwich* rule (the largest, the smallest and a random size
+in every step, arXiv:1903.05134), with or without *distillation*; with *one random size* a step; or
+in *parts* of a batch. Each size of S pairs has τ = √S; *τ kept* has √P of all pairs.
 
-*Grown* is the quarter trained alone, grown to half, then three quarters, then all pairs, each time
-with a training of full length. If everything except the new pairs is *frozen*, the last model
-contains the others. *Pruned* and *top-k* take the model with all pairs, without more training.
-*Reordered* sorts its pairs by usage, and trains it by the sandwich rule for an eighth of the
-epochs. The ViT of each size has as many blocks and as many weights in them, with less width.
+*Grown* is the quarter, grown to half, three quarters and all pairs, each time with a training of
+full length. With the old pairs *frozen*, the last model contains the others. *Pruned* and *top-k*
+take the model with all pairs, without more training. *Reordered* sorts its pairs by usage and
+trains it by the sandwich rule for an eighth of the epochs. The ViT of each size is narrower.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from tokenformer_vit.experiments import (
-    Line,
-    NestedSizes,
-    Part,
-    Shape,
-    Variant,
-    arguments,
-    main,
+from models import (
+    Change,
+    Config,
+    Sizes,
+    hook,
+    lasting,
+    matched_vit,
+    several,
     share_of_pairs,
-    to_matched_vit,
 )
+from sweep import Question, Variant, main
+
+from tokenformer_vit.layers.arguments import COUNTS
 
 SIZES = (0.25, 0.5, 0.75, 1.0)
 SMALLER = list(SIZES[:-1])
-RULES = {
-    "sandwich": "nested, sandwich",
-    "distill": "nested, sandwich, distillation",
-    "kept": "nested, sandwich, τ kept",
-    "parts": "nested, parts",
-    "one": "nested, one random size",
-}
 
 
-def name(family: str, size: float) -> str:
-    """Name the variant that is trained at one size only."""
-    return f"{family}_{100 * size:g}"
-
-
-def train_nested(shape: Shape, length: int) -> Part:
+def nested(**new: Any) -> Change:
     """Train a nested model at all of its sizes."""
-    return {"model": {"type": "NestedClassifier"}}
+
+    def change(cfg: Config, sizes: Sizes) -> None:
+        cfg["model"]["type"] = "NestedClassifier"
+        cfg["model"]["backbone"] |= {"nested": SMALLER, **new}
+
+    return change
 
 
-def train_shortly(shape: Shape, length: int) -> Part:
-    """Train a nested model for an eighth of the epochs, with a warm-up of 20 iterations."""
-    schedule = [
+def short_warmup(cfg: Config, sizes: Sizes) -> None:
+    """Warm up for 20 iterations: an eighth of the epochs may be one."""
+    cfg["param_scheduler"] = [
         {"type": "LinearLR", "start_factor": 1e-3, "by_epoch": False, "end": 20},
         {"type": "CosineAnnealingLR", "eta_min": 1e-5, "by_epoch": False, "begin": 20},
     ]
-    epochs = {"max_epochs": max(1, length // 8)}
-    return {**train_nested(shape, length), "train_cfg": epochs, "param_scheduler": schedule}
 
 
-def compress(shape: Shape, length: int) -> Part:
-    """Measure the trained model with fewer pairs, and sort its pairs by usage."""
-    return {"custom_hooks": [{"type": "CompressionHook", "keep": SMALLER}]}
-
-
-def grow(shape: Shape, length: int, size: float, **how: Any) -> Part:
-    """Grow the model that the run starts from."""
-    schedule = [{"iteration": 0, **shape.pairs(size)}]
-    return {"custom_hooks": [{"type": "GrowthHook", "schedule": schedule, **how}]}
-
-
-def grown(family: str, **how: Any) -> list[Variant]:
+def grown(family: str, **how: Any) -> Iterator[Variant]:
     """Grow the smallest model to each of the larger sizes in turn."""
+    for before, size in pairwise(SIZES):
 
-    def start(backbone: Part, shape: Shape, share: float) -> Part:
-        kinds = {kind: f"num_{kind}_param_tokens" for kind in ("qkv", "proj", "ffn")}
-        smaller = [shape.pairs(size) for size in SMALLER if size < share and how.get("nested")]
-        nested = [{kind: pairs[key] for kind, key in kinds.items()} for pairs in smaller]
-        return {**backbone, **shape.pairs(share), **({"nested": nested} if nested else {})}
+        def change(cfg: Config, sizes: Sizes, before: float = before, size: float = size) -> None:
+            share_of_pairs(before)(cfg, sizes)
+            smaller = [sizes.pairs(each) for each in SMALLER if each < before]
+            if how.get("nested") and smaller:
+                parts = [{kind: pairs[COUNTS[kind]] for kind in COUNTS} for pairs in smaller]
+                cfg["model"]["backbone"]["nested"] = parts
+            schedule = [{"iteration": 0, **sizes.pairs(size)}]
+            hook("GrowthHook", schedule=schedule, **how)(cfg, sizes)
 
-    return [
-        Variant(
-            name(family, size),
-            f"{family}, {size:g}",
-            partial(start, share=before),
-            outside=partial(grow, size=size, **how),
-            grown=True,
-            start=name("alone" if before == SIZES[0] else family, before),
-        )
-        for before, size in pairwise(SIZES)
-    ]
+        start = f"{'alone' if before == SIZES[0] else family}_{100 * before:g}"
+        name, alone = f"{family}_{100 * size:g}", f"alone_{100 * size:g}"
+        yield Variant(name, f"{family}, {size:g}", change, start=start, compare=(alone,))
 
 
-def narrow(shape: Shape, share: float) -> Shape:
-    """Narrow a model, with as many weights in its blocks as a share of the pairs has."""
-    width = shape.num_heads * round(share**0.5 * shape.embed_dim / shape.num_heads)
-    pairs = round(share * shape.num_param_tokens * shape.embed_dim / width)
-    # The ViT depends only on the sum of the pairs.
-    return replace(
-        shape,
-        embed_dim=width,
-        num_qkv_param_tokens=0,
-        num_proj_param_tokens=0,
-        num_ffn_param_tokens=pairs,
-    )
+def narrow_vit(share: float) -> Change:
+    """Use a narrower ViT, with as many weights in its blocks as a share of the pairs has."""
+
+    def change(cfg: Config, sizes: Sizes) -> None:
+        heads = sizes.num_heads
+        width = heads * round(share**0.5 * sizes.embed_dim / heads)
+        pairs = round(share * sizes.pairs_of_block * sizes.embed_dim / width)
+        # The ViT depends only on the sum of the pairs.
+        counts = dict.fromkeys(sizes.counts, 0) | {COUNTS["ffn"]: pairs}
+        matched_vit(cfg, replace(sizes, embed_dim=width, counts=counts))
+        cfg["model"]["head"]["in_channels"] = width
+
+    return change
 
 
-def vit(share: float) -> Variant:
-    """Use the ViT that matches a share of the pairs."""
-    return Variant(
-        name("vit", share),
-        f"ViT, {share:g}",
-        lambda backbone, shape: to_matched_vit(backbone, narrow(shape, share)),
-        reference=True,
-        outside=lambda shape, length: {
-            "model": {"head": {"in_channels": narrow(shape, share).embed_dim}}
-        },
-    )
-
-
-def every(variant: str) -> tuple[tuple[float, str], ...]:
-    """Find every size in one variant."""
-    return tuple((size, variant) for size in SIZES)
-
-
-ALONE = tuple((size, name("alone", size)) for size in SIZES)
-WHOLE = name("alone", 1)
-
-QUESTION = NestedSizes(
-    name="nested",
-    title="Nested sizes",
-    text=__doc__,
-    sizes=SIZES,
-    variants=(
-        *(Variant(name("alone", s), f"alone, {s:g}", share_of_pairs(s)) for s in SMALLER),
-        Variant(WHOLE, "alone, all pairs", arguments(), outside=compress),
-        *(
-            Variant(
-                key,
-                label,
-                arguments(nested=SMALLER, **({"nested_tau": "kept"} if key == "kept" else {})),
-                outside=train_nested,
-                recorded=key not in ("sandwich", "kept"),
-            )
-            for key, label in RULES.items()
-        ),
-        Variant(
-            "reordered",
-            "reordered",
-            arguments(nested=SMALLER),
-            outside=train_shortly,
-            start=WHOLE,
-            start_folder="nested",
-        ),
-        *grown("frozen", nested=True, freeze="old", train_head=False),
-        *grown("grown"),
-        *map(vit, SIZES),
+WHOLE = "alone_100"
+TRAINED = {
+    "sandwich": ("nested, sandwich", nested()),
+    "distill": ("nested, sandwich, distillation", None),
+    "kept": ("nested, sandwich, τ kept", nested(nested_tau="kept")),
+    "parts": ("nested, parts", None),
+    "one": ("nested, one random size", None),
+}
+VARIANTS = (
+    *(Variant(f"alone_{100 * s:g}", f"alone, {s:g}", share_of_pairs(s)) for s in SMALLER),
+    Variant(WHOLE, "alone, all pairs", hook("CompressionHook", keep=SMALLER)),
+    *(Variant(key, label, change, compare=(WHOLE,)) for key, (label, change) in TRAINED.items()),
+    Variant(
+        "reordered",
+        "reordered",
+        several(nested(), lasting(1 / 8), short_warmup),
+        start=WHOLE,
+        start_folder="nested",
+        compare=(WHOLE,),
     ),
-    lines=(
-        Line("trained alone", ALONE),
-        *(Line(label, every(key)) for key, label in RULES.items()),
-        Line("reordered, an eighth of the epochs", every("reordered"), also=(WHOLE,)),
-        Line("pruned", every(WHOLE), method="prune"),
-        Line("top-k", every(WHOLE), method="top-k"),
-        Line("grown, the old frozen", (ALONE[0], *((s, name("frozen", s)) for s in SIZES[1:]))),
-        Line("grown", (ALONE[0], *((s, name("grown", s)) for s in SIZES[1:]))),
-        Line("ViT, trained alone", tuple((size, name("vit", size)) for size in SIZES)),
-    ),
+    *grown("frozen", nested=True, freeze="old", train_head=False),
+    *grown("grown"),
+    *(Variant(f"vit_{100 * s:g}", f"ViT, {s:g}", narrow_vit(s)) for s in SIZES),
 )
+QUESTIONS = (Question("nested", "Nested sizes", __doc__, VARIANTS, same_size=False),)
 
 if __name__ == "__main__":
-    main(QUESTION)
+    main(QUESTIONS)

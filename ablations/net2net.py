@@ -66,24 +66,8 @@ def widen_mlp(
     """Widen hidden layers with copies of random neurons, in place; outputs do not change.
 
     The outgoing weights of a neuron are divided among it and its copies, in unequal shares, to let
-    them diverge.
-
-    Args:
-        model: timm ``VisionTransformer`` with ordinary blocks, GPT-2 or GPT-NeoX of transformers,
-            or a module that holds one of these.
-        hidden_features: New number of neurons in every hidden layer.
-        seed: Seed of the choice of neurons and of their shares.
-        optimizer: Optimizer of the model's parameters, which continues.
-        moments: ``keep`` or ``reset`` its state of these layers.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        InputError: If there is no such model, or a hidden layer already has that width or more.
-
-    Source:
-        Net2WiderNet of Net2Net, arXiv:1511.05641, Section 2.2.
+    them diverge: Net2WiderNet, arXiv:1511.05641, Section 2.2. The model is, or holds, a timm
+    ``VisionTransformer`` with ordinary blocks, or GPT-2 or GPT-NeoX of transformers.
     """
     form, transformer = _find_transformer(model)
     mlps = [block.mlp for block in getattr(transformer, form)]
@@ -133,20 +117,7 @@ def stack_blocks(
 ) -> Model:
     """Append copies of a ViT's blocks, from the first block on, in place; outputs change.
 
-    Args:
-        model: timm ``VisionTransformer`` with ordinary blocks, or a module that holds one.
-        depth: New number of blocks, usually twice the present number.
-        optimizer: Optimizer of the model's parameters, which also gets the new ones.
-        moments: ``keep`` or ``reset`` its state of the old blocks.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        InputError: If there is no such ViT, or it already has that depth or more.
-
-    Source:
-        Gong et al., Efficient Training of BERT by Progressively Stacking, ICML 2019.
+    Gong et al., Efficient Training of BERT by Progressively Stacking, ICML 2019.
     """
     vit = _find_vit(model)
     blocks: Any = vit.blocks

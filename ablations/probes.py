@@ -1,4 +1,4 @@
-"""What only ablations need of a training: measurements, baselines and pictures.
+"""What only ablations need of a training: measurements, baselines and held-out images.
 
 The configs of runs name this file in ``custom_imports``; :mod:`net2net` has growth of Transformers.
 """
@@ -6,32 +6,30 @@ The configs of runs name this file in ``custom_imports``; :mod:`net2net` has gro
 import copy
 import json
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
-from mmengine.dist import all_reduce, is_main_process, master_only
+from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 from mmpretrain.models.peft import LoRAModel
 from mmpretrain.models.peft.lora import LoRALinear
-from mmpretrain.registry import MODELS
-from timm.models import VisionTransformer
+from mmpretrain.registry import DATASETS, MODELS
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import measure_usage, nest, pattention_layers, reorder
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.split import fuse_tokens
-from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.models.vit import draw_prefix_tokens
 from tokenformer_vit.training.checkpoint import rng_state, set_rng_state
 from tokenformer_vit.training.distributed import unwrap
@@ -39,10 +37,25 @@ from tokenformer_vit.training.export import export_classifier, run_facts, valida
 from tokenformer_vit.training.models.backbone import TimmClassificationBackbone
 from tokenformer_vit.vision.compression import candidates
 
+HELD_OUT = 5000  # examples, but at most a tenth of a training set
 LAYERS_FILE = "diagnostics.jsonl"
 # Images in one forward and backward pass, in float32 and in addition to the run's own memory.
 _CHUNK = 16
 _WRAPPER = "backbone.module."  # before the names of a model with LoRA
+
+
+def held_out_of(size: int) -> list[int]:
+    """Choose the examples of a training set by which rates are chosen, the same ones each time."""
+    return sorted(random.Random(0).sample(range(size), min(HELD_OUT, size // 10)))
+
+
+@DATASETS.register_module()
+def HeldOutImages(dataset: Mapping[str, Any], held_out: bool) -> Any:
+    """Build a data set of images without those that are held out, or with these alone."""
+    size = len(DATASETS.build({**dataset, "lazy_init": True}).load_data_list())
+    chosen = held_out_of(size)
+    indices = chosen if held_out else sorted({*range(size)} - {*chosen})
+    return DATASETS.build({**dataset, "indices": indices})
 
 
 @MODELS.register_module()
@@ -54,16 +67,12 @@ class ProbeBackbone(TimmClassificationBackbone):
         stem_seed: Seed for all weights outside the blocks (patch embedding, class token,
             positions, final norm). With the same width and image size, a ViT and TokenFormers of
             any Θ and number of pairs then start from the same weights there. The blocks and the
-            global random generators do not change.
+            global random generators do not change. Not for loaded weights.
         frozen_norms: Freeze weight and bias of every LayerNorm in the blocks. From scratch they are
             1 and 0, and the model computes as if it had none; its checkpoints stay the same.
         nested_tau: Initial τ of the smaller sizes of a nested model: ``scaled`` by the number of
             pairs, or ``kept`` from all pairs.
         **kwargs: Other arguments of :class:`TimmClassificationBackbone`.
-
-    Raises:
-        InputError: If ``stem_seed`` would overwrite loaded weights, or the blocks have no norms to
-            freeze.
     """
 
     def __init__(
@@ -71,16 +80,13 @@ class ProbeBackbone(TimmClassificationBackbone):
         model_name: str,
         stem_seed: int | None = None,
         frozen_norms: bool = False,
-        nested_tau: Literal["scaled", "kept"] = "scaled",
+        nested_tau: str = "scaled",
         **kwargs: Any,
     ) -> None:
-        loaded = kwargs.get("checkpoint_path") or kwargs.get("pretrained")
-        if stem_seed is not None and loaded:
-            raise InputError(
-                f"stem_seed is {stem_seed}, but the weights are loaded: set stem_seed=None"
-            )
         super().__init__(model_name, **kwargs)
         if stem_seed is not None:
+            if kwargs.get("checkpoint_path") or kwargs.get("pretrained"):
+                raise InputError(f"stem_seed={stem_seed} would overwrite the loaded weights")
             own = ("pretrained", "checkpoint_path", "compile", "backend", "growth", "frozen")
             kwargs = {name: value for name, value in kwargs.items() if name not in own}
             self._draw_stem(stem_seed, model_name, kwargs)
@@ -88,19 +94,12 @@ class ProbeBackbone(TimmClassificationBackbone):
             for layer in pattention_layers(self.model).values():
                 layer.set_nested(layer.nested, layer.tau)
         if frozen_norms:
-            norms = [
-                module
-                for module in self.model.blocks.modules()
-                if isinstance(module, nn.LayerNorm) and module.elementwise_affine
-            ]
-            if not norms:
-                raise InputError(f"{model_name} has no norms in its blocks: set frozen_norms=False")
-            for norm in norms:
-                norm.requires_grad_(False)
+            for module in self.model.blocks.modules():
+                if isinstance(module, nn.LayerNorm):
+                    module.requires_grad_(False)
 
     def _draw_stem(self, seed: int, name: str, kwargs: dict[str, Any]) -> None:
         """Take the weights outside the blocks from a model without blocks, drawn from ``seed``."""
-        assert isinstance(self.model, VisionTransformer), "stem_seed is for ViTs"
         # On the CPU: no other generator has to be seeded and restored.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(seed)
@@ -113,23 +112,13 @@ class ProbeBackbone(TimmClassificationBackbone):
 
 @MODELS.register_module()
 class LoRABackbone(LoRAModel):
-    """mmpretrain's ``LoRAModel`` with checkpoints of the whole model.
+    """mmpretrain's ``LoRAModel`` (arXiv:2106.09685) with checkpoints of the whole model.
 
     ``LoRAModel`` removes everything but LoRA's weights from a state dict. That includes the step
     count of an averaged model, so a resumed run would start a new average. Here nothing is removed.
     The model that is exported at the end is an ordinary one: the low-rank products are added to the
-    weights.
-
-    Args:
-        module: Config of a ``TimmClassificationBackbone``; all its weights are frozen.
-        alpha: Scale of the products: they are multiplied by alpha / rank.
-        rank: Inner size of the products.
-        drop_rate: Dropout before the products.
-        targets: Linear layers to tune, each as ``dict(type=SUFFIX_OR_PATTERN)`` with an optional
-            ``alpha``, ``rank`` and ``drop_rate``.
-
-    Source:
-        LoRA, arXiv:2106.09685.
+    weights. Arguments are ``module``, the config of a ``TimmClassificationBackbone``, and those of
+    ``LoRAModel``.
     """
 
     @property
@@ -156,25 +145,37 @@ class LoRABackbone(LoRAModel):
 
 
 @HOOKS.register_module()
+class NoiseHook(Hook):
+    """Add noise to all pairs before the second iteration, relative to their root mean square."""
+
+    priority = "HIGHEST"  # as GrowthHook, which comes after it in the config
+
+    def __init__(self, noise: float) -> None:
+        self.noise = noise
+
+    @torch.no_grad()
+    def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
+        """Add it."""
+        if runner.iter == 1:
+            generator = torch.Generator().manual_seed(runner.seed or 0)
+            for layer in pattention_layers(unwrap(runner.model)).values():
+                for tokens in (layer.key_param_tokens, layer.value_param_tokens):
+                    drawn = torch.randn(tokens.shape, generator=generator).to(tokens)
+                    tokens += self.noise * tokens.square().mean().sqrt() * drawn
+
+
+@HOOKS.register_module()
 class DiagnosticsHook(Hook):
     """Measure the Pattention layers during a run, into ``diagnostics.jsonl``.
 
-    Before training, after the first, every ``interval``-th and the last epoch, the main process
-    sends the same validation images through a copy of the model (:func:`diagnose`). It appends one
-    line of JSON: ``iteration`` and ``epoch`` (numbers finished), ``examples``, and the result of
-    :func:`diagnose`. In a run that counts iterations, as language models do, the times are
-    iterations, the examples are rows of tokens, and there is no ``epoch``. The training does not
-    change, to the last bit: the copy is uncompiled, in float32 and in evaluation mode, and the
-    random generators are restored. A model without Pattention gets no file.
+    Before training, after the first, every ``interval``-th and the last epoch, or iteration of a
+    run that counts these, the main process sends the same validation examples through a copy of the
+    model (:func:`diagnose`), and appends a line of JSON. The training does not change, to the last
+    bit: the random generators are restored. A model without Pattention gets no file.
 
     Args:
         interval: Number of epochs, or iterations, between two measurements.
-        examples: Number of images or rows of tokens, or all if there are fewer. They are the first
-            ones for validation or, if images are sorted by class, evenly spaced ones.
-
-    Source:
-        TokenFormer, arXiv:2410.23168: Appendix A derives the gradient that reaches the tokens
-        through a softmax; this hook measures it for any Θ.
+        examples: Number of images or rows of tokens, or all if there are fewer.
     """
 
     def __init__(self, interval: int = 1, examples: int = 64) -> None:
@@ -220,10 +221,10 @@ class DiagnosticsHook(Hook):
         if not self._batches or (finished % self.interval and finished not in (1, last)):
             return
         state = rng_state()
-        measured = diagnose(unwrap(runner.model), self._batches)
+        line = json.dumps({**time, **diagnose(unwrap(runner.model), self._batches)})
         set_rng_state(state)
-        examples = sum(len(batch["inputs"]) for batch in self._batches)
-        append_line(Path(runner.work_dir, LAYERS_FILE), {**time, "examples": examples, **measured})
+        with Path(runner.work_dir, LAYERS_FILE).open("a") as file:
+            file.write(f"\n{line}\n")  # also after a line that a killed run did not finish
 
 
 def _counts_iterations(runner) -> bool:
@@ -258,23 +259,14 @@ def diagnose(model: nn.Module, batches: Sequence[dict[str, Any]]) -> dict[str, A
         batches: Images and labels, or rows of tokens, from a data loader; they count as one batch.
 
     Returns:
-        ``loss``, the mean cross-entropy of the images or tokens, and ``layers``: for each layer by
-        its name
-
-        =================== ===================================================================
-        ``key_grad_norm``   L2 norm of the gradient of ``loss`` by the key parameter tokens
-        ``value_grad_norm`` the same by the value parameter tokens
-        ``key_norm``        L2 norm of the key parameter tokens themselves
-        ``value_norm``      L2 norm of the value parameter tokens themselves
-        ``entropy``         of the absolute weights Θ, normalised to sum 1, over ln P, mean over the
-                            input tokens: 1 if all pairs weigh the same, 0 if one pair has it all
-        ``kurtosis``        excess kurtosis of a token's P scores, mean over the input tokens: 0
-                            for normal scores, more for heavier tails
-        ``tau``             the layer's τ
-        =================== ===================================================================
-
-        Numbers that are not finite are None. Tokens with equal scores do not count in ``kurtosis``,
-        and tokens with zero weights do not count in ``entropy``, because both are undefined there.
+        ``loss``, the mean cross-entropy of the images or tokens, and ``layers``, for each layer by
+        its name: ``key_grad_norm`` and ``value_grad_norm``, the L2 norms of the gradients of
+        ``loss`` by the parameter tokens (Appendix A of the paper derives the first for a softmax);
+        ``key_norm`` and ``value_norm``, those of the tokens themselves; ``tau``; and two means over
+        the input tokens. ``entropy`` is that of the absolute weights, normalised to sum 1, over
+        ln P: 1 if all pairs weigh the same, 0 if one pair has it all. ``kurtosis`` is the excess
+        kurtosis of the P scores: 0 for normal scores, more for heavier tails. Tokens with equal
+        scores, or zero weights, do not count. Numbers that are not finite are None.
     """
     copied: Any = copy.deepcopy(model).float().eval().requires_grad_(False)
     layers = measured_layers(copied)
@@ -344,17 +336,6 @@ def _plain(number: float) -> float | None:
     return float(f"{number:.7g}") if math.isfinite(number) else None
 
 
-def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append a record to a file of JSON lines, on a new line after a half-written one."""
-    line = json.dumps(record, allow_nan=False).encode() + b"\n"
-    with path.open("ab+") as file:
-        if file.tell():
-            file.seek(-1, 2)
-            if file.read() != b"\n":
-                line = b"\n" + line
-        file.write(line)
-
-
 @HOOKS.register_module()
 class CompressionHook(Hook):
     """After training, measure the model with fewer pairs, and write it as a nested model.
@@ -362,7 +343,7 @@ class CompressionHook(Hook):
     ``record.json`` gets ``compression``: the method (``prune`` or ``top-k``), the share of the
     pairs, the FLOPs of a forward pass and top-1 of each point. The folder ``nested`` in the work
     directory gets the same model with its pairs in the order of their usage, and nested at the
-    shares. Nothing is trained. Usage is measured on training images.
+    shares. Nothing is trained. Usage is measured on training images, in a run of one process.
 
     Args:
         keep: Shares of each layer's pairs, between 0 and 1.
@@ -375,20 +356,17 @@ class CompressionHook(Hook):
         self._keep, self._images = tuple(keep), images
 
     def before_train(self, runner) -> None:
-        """Check the model before it is trained."""
-        assert isinstance(unwrap(runner.model).backbone.model, TokenFormerViT), "not a TokenFormer"
+        """Check the run before it is trained."""
+        assert runner.world_size == 1, "usage is measured by one process"
 
     def after_train(self, runner) -> None:
         """Measure and write."""
         classifier = copy.deepcopy(validated_model(runner))
         classifier.sandwich = False  # only the full size of each model is measured
         model, loader = classifier.backbone.model, runner.train_dataloader
-        batches = islice(loader, math.ceil(self._images / loader.batch_size / runner.world_size))
+        batches = islice(loader, math.ceil(self._images / loader.batch_size))
         prepare = classifier.data_preprocessor
         usage = measure_usage(model, (prepare(batch)["inputs"] for batch in batches))
-        for each in usage.values():  # every process has other images
-            all_reduce(each.sizes, "mean")
-            all_reduce(each.shares, "mean")
         points = []
         for candidate in candidates(model, ("prune", "top-k"), self._keep, usage)[1:]:
             classifier.backbone.model = candidate.model
@@ -397,11 +375,10 @@ class CompressionHook(Hook):
                 top1 = round(_top1(runner, classifier), 3)
                 points.append({**point, "flops": candidate.flops(), "top1": top1})
         runner.message_hub.update_info("compression", points)
-        if is_main_process():
-            nest(reorder(model, usage), self._keep, usage)
-            classifier.backbone.model = model
-            folder, metainfo = Path(runner.work_dir, "nested"), loader.dataset.metainfo
-            export_classifier(classifier, runner.cfg, metainfo, folder, run_facts(runner))
+        nest(reorder(model, usage), self._keep, usage)
+        classifier.backbone.model = model
+        folder, metainfo = Path(runner.work_dir, "nested"), loader.dataset.metainfo
+        export_classifier(classifier, runner.cfg, metainfo, folder, run_facts(runner))
 
 
 @torch.no_grad()
@@ -412,61 +389,3 @@ def _top1(runner: Any, classifier: Any) -> float:
     for batch in loop.dataloader:
         loop.evaluator.process(data_samples=classifier.val_step(batch), data_batch=batch)
     return loop.evaluator.evaluate(len(loop.dataloader.dataset))["accuracy/top1"]
-
-
-@torch.no_grad()
-def reconstruct(autoencoder: Any, images: Tensor) -> Tensor:
-    """Fill the masked patches of images with the decoder's output.
-
-    If the target is normalised by patch, a masked patch gets its true mean and variance back,
-    as in MAE's own demonstration.
-
-    Args:
-        autoencoder: A ``MaskedAutoencoder``.
-        images: (B, C, H, W), normalised.
-
-    Returns:
-        (B, 3, C, H, W): the images; the images with 0 in place of masked patches; and the
-        images with the reconstruction there.
-    """
-    head = autoencoder.head
-    encoded, mask, restore = autoencoder.encode(images)
-    predicted = autoencoder.neck(encoded, restore)
-    patches, masked = head.patchify(images), mask[:, :, None].bool()
-    if head.norm_pix:
-        variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
-        predicted = predicted * (variance + 1e-6).sqrt() + mean
-    pictures = (patches.masked_fill(masked, 0), torch.where(masked, predicted, patches))
-    return torch.stack([images, *map(head.unpatchify, pictures)], dim=1)
-
-
-@HOOKS.register_module()
-class ReconstructionHook(Hook):
-    """At the end, draw reconstructions of validation images: ``reconstructions.png``.
-
-    Args:
-        images: Number of images. They are spread evenly over the validation set.
-    """
-
-    priority = "VERY_LOW"  # before ResultsHook
-
-    def __init__(self, images: int = 8) -> None:
-        self._images = images
-
-    @master_only
-    def after_train(self, runner) -> None:
-        """Write the picture into the work directory: original, masked and reconstruction."""
-        loader, model = runner.val_dataloader, validated_model(runner).eval()
-        size, count = len(loader.dataset), min(self._images, len(loader.dataset))
-        samples = [loader.dataset[index * size // count] for index in range(count)]
-        preprocessor = model.data_preprocessor
-        pictures = reconstruct(model, preprocessor(loader.collate_fn(samples))["inputs"])
-        pixels = (pictures * preprocessor.std + preprocessor.mean).round().clamp(0, 255).byte()
-        figure = Figure(figsize=(3.6, 1.2 * count), layout="constrained")
-        axes = figure.subplots(count, 3, squeeze=False)
-        for axis, title in zip(axes[0], ("original", "masked", "reconstruction"), strict=True):
-            axis.set_title(title, fontsize=8)
-        for axis, picture in zip(axes.flat, pixels.flatten(0, 1).cpu(), strict=True):
-            axis.imshow(picture.permute(1, 2, 0).numpy())
-            axis.set_axis_off()
-        figure.savefig(Path(runner.work_dir, "reconstructions.png"))

@@ -3,7 +3,8 @@
 #
 # Data:      tokenformer-vit prepare-data imagenette_parquet data/imagenette_small \
 #                --limit 3000 --limit-val 1000
-# Weights:   python ablations/growth.py --config configs/cifar10_micro.py --variants large vit
+# Weights:   python ablations/growth.py growth --config configs/cifar10_micro.py \
+#                --variants large vit
 # Batch:     64
 # Hardware:  one CPU core; minutes in ablations/TABLES.md
 # Command:   tokenformer-vit train configs/tuning_imagenette.py

@@ -35,6 +35,6 @@ step imagenet 4 -m tokenformer_vit train configs/imagenet_base_matched.py --data
     --compile --work-dir "$kit/runs/imagenet" --cfg-options train_dataloader.dataset.split=val \
     train_cfg.val_interval=300 default_hooks.checkpoint.interval=300
 step data 2 -m tokenformer_vit prepare-data "$kit/cifar10" "$kit/images"
-step theta 9 ablations/softmax.py --config configs/cifar10_micro_50k.py --data-root "$kit/images" --amp --jobs 4 \
-    --seeds 2 --variants gelu_l2 vit --batch-size 512 --work-dir "$kit/runs/theta" --out "$out/theta"
+step theta 9 ablations/theta.py softmax --config configs/cifar10_micro_50k.py --data-root "$kit/images" --amp --jobs 4 \
+    --seeds 2 --variants gelu_l2 vit --batch-size 512 --work-dir "$kit/runs/theta" --results "$out/theta.csv"
 step from_vit 3 ablations/from_vit.py --data "$kit/cifar10" --seeds 0 --work-dir "$kit/runs/from_vit" --csv "$out/from_vit.csv"

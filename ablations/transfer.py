@@ -1,0 +1,187 @@
+"""Models that start from others: from masked autoencoders, or from a training on other images."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from models import (
+    PAIRS,
+    Change,
+    Config,
+    Sizes,
+    arguments,
+    base_model,
+    matched_vit,
+    several,
+)
+from sweep import Question, Variant, main
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.training.config import read_config
+
+MAE = """Does pre-training by masked images (MAE) help a TokenFormer, with all labels and a tenth?
+
+An encoder sees a quarter of the patches (arXiv:2111.06377), of all images, for five times the
+epochs of the config. It is fine-tuned with layer decay. The same model from scratch has as many
+epochs as both together. With a tenth of the labels, fine-tuning has five times the epochs, too."""
+TUNING = """What to train of a model that was trained on other data? Appended pairs, LoRA, the rest?
+
+A TokenFormer and a ViT with as many parameters, trained on CIFAR-10 in the same way, are tuned to
+other images: the head alone; the head and appended pairs, with zero keys, or LoRA on every linear
+layer of the ViT, with as many parameters; and the whole model. All seeds share these two models:
+`python ablations/growth.py growth --config configs/cifar10_micro.py --variants large vit`."""
+
+TIMES = 5  # epochs of pre-training, and of fine-tuning with few labels, in those of the config
+SHARES = {"all": 1.0, "tenth": 0.1}  # of the labels
+RANKS = {"small": 4, "large": 16}
+LINEAR = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+
+
+def pretrain(cfg: Config, sizes: Sizes) -> None:
+    """Train the encoder as the shipped config does, with the norm before the pooling."""
+    recipe = read_config("mae_cifar10_micro_pretrain").to_dict()
+    length, root = cfg["train_cfg"]["max_epochs"], cfg["val_dataloader"]["dataset"]["data_root"]
+    backbone, rate = cfg["model"]["backbone"], cfg["optim_wrapper"]["optimizer"]["lr"]
+    cfg |= {key: recipe[key] for key in recipe.keys() - {"train_dataloader"}}
+    cfg["model"]["backbone"] = {**backbone, "checkpoint_path": "", "global_pool": "token"}
+    cfg["optim_wrapper"]["optimizer"]["lr"] = rate
+    cfg["val_dataloader"]["dataset"]["data_root"] = root
+    cfg["train_cfg"]["max_epochs"] = TIMES * length
+
+
+def classify(share: float, scratch: bool) -> Change:
+    """Train a classifier on a share of the labels."""
+
+    def change(cfg: Config, sizes: Sizes) -> None:
+        length = cfg["train_cfg"]["max_epochs"]
+        epochs = length if share == 1 else TIMES * length
+        cfg["train_cfg"]["max_epochs"] = epochs + TIMES * length if scratch else epochs
+        cfg["train_dataloader"]["dataset"]["share"] = share
+        if scratch:
+            cfg["model"]["backbone"]["checkpoint_path"] = ""
+            cfg["optim_wrapper"]["paramwise_cfg"]["layer_decay_rate"] = 1.0
+        else:
+            cfg["model"]["backbone"]["global_pool"] = "avg"  # with a new norm after it
+
+    return change
+
+
+def with_mae() -> Iterator[Variant]:
+    """Yield both models, pre-trained and from scratch."""
+    for kind, label, model in (("ours", "TokenFormer", base_model), ("vit", "ViT", matched_vit)):
+        mae, theirs = f"{kind}_mae", kind == "vit"
+        yield Variant(mae, f"{label}, MAE", several(model, pretrain), prepares=True)
+        for labels, share in SHARES.items():
+            scratch, text = f"{kind}_scratch_{labels}", f"{share:.0%} of the labels"
+            yield Variant(
+                scratch,
+                f"{label}, from scratch, {text}",
+                several(model, classify(share, scratch=True)),
+                compare=() if theirs else (f"vit_scratch_{labels}",),
+            )
+            yield Variant(
+                f"{mae}_{labels}",
+                f"{label}, MAE, {text}",
+                classify(share, scratch=False),
+                start=mae,
+                compare=(scratch,) if theirs else (scratch, f"vit_mae_{labels}"),
+            )
+
+
+def appended(rank: int) -> Change:
+    """Append pairs to each layer by its size, with as many parameters as LoRA of a rank has.
+
+    LoRA has ``rank * (C_in + C_out)`` for each of the four linear layers of a block of the matched
+    ViT (C to 3C, C to C, C to hidden and back). A pair has 2C.
+    """
+
+    def change(cfg: Config, sizes: Sizes) -> None:
+        width, hidden = sizes.embed_dim, sizes.hidden(1)["hidden_features"]
+        new = round(rank * (8 * width + 2 * hidden) / (2 * width))
+        share, total = new / sizes.pairs_of_block, sizes.pairs_of_block + new
+        qkv, proj = (sizes.counts[key] + round(share * sizes.counts[key]) for key in PAIRS[:2])
+        pairs = dict(zip(PAIRS, (qkv, proj, total - 3 * qkv - proj), strict=True))
+        backbone = trained(cfg)
+        backbone["growth"] = {**(backbone.get("growth") or {}), **pairs, "freeze": "old"}
+
+    return change
+
+
+def trained(cfg: Config) -> Config:
+    """Return the backbone of a config, with weights to tune."""
+    backbone = cfg["model"]["backbone"]
+    if not Path(path := backbone.get("checkpoint_path") or "no file").is_file():
+        raise InputError(
+            f"there are no weights to tune ({path}): `python ablations/growth.py growth --config "
+            "configs/cifar10_micro.py --variants large vit` makes them, or set "
+            "--cfg-options model.backbone.checkpoint_path=..."
+        )
+    return backbone
+
+
+def tuned(**new: Any) -> Change:
+    """Train the model without new pairs."""
+    return lambda cfg, sizes: trained(cfg).update(growth=None, **new)
+
+
+def vit(cfg: Config, sizes: Sizes) -> None:
+    """Use the matched ViT of the same sweep and seed as the TokenFormer's weights."""
+    folder = Path(trained(cfg)["checkpoint_path"]).parent
+    variant, _, seed = folder.name.rpartition("_")
+    if variant != "large":
+        raise InputError(f"rename {folder} to large_seedN, beside vit_seedN with the ViT")
+    matched_vit(cfg, sizes)
+    path = folder.parent / f"vit_{seed}" / "model.safetensors"
+    cfg["model"]["backbone"].update(checkpoint_path=str(path), growth=None)
+    trained(cfg)
+
+
+def lora(rank: int) -> Change:
+    """Put LoRA on every linear layer of the ViT."""
+
+    def change(cfg: Config, sizes: Sizes) -> None:
+        vit(cfg, sizes)
+        targets = [{"type": name} for name in LINEAR]
+        own = {"module": cfg["model"]["backbone"], "alpha": rank, "rank": rank, "targets": targets}
+        cfg["model"]["backbone"] = {"type": "LoRABackbone", **own}
+
+    return change
+
+
+def whole(cfg: Config, sizes: Sizes) -> None:
+    """Train with a learning rate for a whole model; the config's is for few parameters."""
+    cfg["optim_wrapper"]["optimizer"]["lr"] = 1e-3
+
+
+SCRATCH = several(tuned(checkpoint_path=""), whole)
+QUESTIONS = (
+    Question(
+        "mae",
+        "Masked autoencoders",
+        MAE,
+        tuple(with_mae()),
+        same_size=False,  # a decoder has parameters, too
+        from_scratch=False,
+    ),
+    Question(
+        "tuning",
+        "Tuning",
+        TUNING,
+        (
+            Variant("probe", "head alone", tuned(frozen=True)),
+            Variant("tokens_small", "appended pairs, few", appended(RANKS["small"])),
+            Variant("tokens_large", "appended pairs, more", appended(RANKS["large"])),
+            Variant("full", "the whole model", several(tuned(), whole)),
+            Variant("scratch", "the whole model, from scratch", SCRATCH),
+            Variant("vit_probe", "ViT, head alone", several(vit, arguments(frozen=True))),
+            Variant("lora_small", "ViT, LoRA, few", lora(RANKS["small"])),
+            Variant("lora_large", "ViT, LoRA, more", lora(RANKS["large"])),
+            Variant("vit_full", "ViT, the whole model", several(vit, whole)),
+        ),
+        same_size=False,
+        from_scratch=False,
+    ),
+)
+
+if __name__ == "__main__":
+    main(QUESTIONS)

@@ -1,0 +1,182 @@
+"""Measurements and baselines of ablations compute what they say, and leave a run as it is."""
+
+import math
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from mmengine.registry import DefaultScope
+from mmpretrain.registry import DATASETS, MODELS
+from mmpretrain.structures import DataSample
+from net2net import stack_blocks, widen_mlp
+from probes import diagnose, held_out_of, measured_layers
+from torch import nn
+
+import tokenformer_vit.training  # noqa: F401  registers the backbone
+from tokenformer_vit.layers import Pattention
+from tokenformer_vit.training.export import as_timm_model
+
+SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
+TOKENFORMER = {"type": "ProbeBackbone", "model_name": "tokenformer_tiny", **SIZES}
+VIT = {"type": "ProbeBackbone", "model_name": "vit_tiny_patch16_224", **SIZES}
+
+
+@pytest.fixture(autouse=True)
+def scope():
+    with DefaultScope.overwrite_default_scope("mmpretrain"):
+        yield
+
+
+def build(backbone=TOKENFORMER, **more):
+    head = {"type": "LinearClsHead", "num_classes": 5, "in_channels": 24}
+    preprocessor = {"type": "ClsDataPreprocessor", "mean": [9.0], "std": [2.0], "num_classes": 5}
+    own = {"backbone": {**backbone, **more}, "head": head, "data_preprocessor": preprocessor}
+    return MODELS.build({"type": "ImageClassifier", **own})
+
+
+def test_gradients_are_those_of_the_cross_entropy_of_all_images():
+    classifier = build(drop_path_rate=0.5).train()
+    images = torch.randint(256, (10, 3, 16, 16), dtype=torch.uint8)
+    samples = [DataSample().set_gt_label(index % 5) for index in range(10)]
+    cuts = (slice(0, 7), slice(7, 10))
+    batches = [{"inputs": images[cut], "data_samples": samples[cut]} for cut in cuts]
+    before, state = copy_of(classifier), torch.get_rng_state()
+    measured = diagnose(classifier, batches)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in classifier.modules())
+    assert all(torch.equal(t, before[name]) for name, t in classifier.state_dict().items())
+    logits = classifier.eval()((images - 9.0) / 2.0, mode="tensor")
+    loss = F.cross_entropy(logits, torch.arange(10) % 5)
+    loss.backward()
+    assert measured["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for name, layer in measured_layers(classifier).items():
+        for part in ("key", "value"):
+            expected = getattr(layer, f"{part}_param_tokens").grad.norm().item()
+            figure = measured["layers"][name][f"{part}_grad_norm"]
+            assert figure == pytest.approx(expected, rel=1e-4)
+            assert expected > 0
+
+
+def copy_of(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_entropy_and_kurtosis_of_known_rows():
+    def figures(keys, theta, tokens):
+        """Measure a Pattention layer over single tokens of two channels."""
+        layer = Pattention(2, 3, len(keys), theta=theta)
+        with torch.no_grad():
+            layer.key_param_tokens.copy_(keys)
+        model = nn.Sequential(layer)
+        model.extract_feat, model.head = layer, nn.Identity()
+        model.data_preprocessor = lambda data, training: data
+        data = {"inputs": tokens, "data_samples": [DataSample().set_gt_label(0) for _ in tokens]}
+        return diagnose(model, [data])["layers"]["0"]
+
+    keys = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [-1.0, 0.0]])
+    found = figures(keys, "softmax", torch.tensor([[1e-3, 0.0], [50.0, 0.0]]))
+    # A token for which all pairs are alike, and one that two of the four share.
+    assert found["entropy"] == pytest.approx((1 + math.log(2) / math.log(4)) / 2, abs=1e-4)
+    assert found["kurtosis"] == pytest.approx(-2, abs=1e-4)  # two equal points
+    found = figures(torch.zeros(2, 2), "gelu_l2", torch.eye(2))
+    assert (found["entropy"], found["kurtosis"]) == (None, None)
+
+
+def test_models_with_one_stem_seed_differ_in_their_blocks_alone():
+    stems = []
+    for index, new in enumerate(({}, {"theta": "softmax", "num_ffn_param_tokens": 40}, VIT)):
+        torch.manual_seed(index)
+        state = as_timm_model(build(TOKENFORMER, **new, stem_seed=7)).state_dict()
+        names = [name for name in state if not name.startswith(("blocks.", "head."))]
+        stems.append({name: state[name] for name in names})
+    assert {"patch_embed.proj.weight", "cls_token", "pos_embed", "norm.weight"} <= set(stems[0])
+    for stem in stems[1:]:
+        assert stem.keys() == stems[0].keys()
+        assert all(torch.equal(tensor, stems[0][name]) for name, tensor in stem.items())
+
+
+def test_norms_are_frozen_and_tau_is_kept():
+    named = build(VIT, frozen_norms=True).named_parameters()
+    frozen = {name: part for name, part in named if not part.requires_grad}
+    assert len(frozen) == 8
+    assert all(".norm" in name and (part == part[0]).all() for name, part in frozen.items())
+    for how, tau in (("scaled", 6**0.5), ("kept", 24**0.5)):
+        layer = build(nested=(0.25,), nested_tau=how).backbone.model.blocks[0].attn.query
+        assert layer.nested_tau[0].item() == pytest.approx(tau)
+
+
+@torch.no_grad()
+def test_lora_becomes_a_plain_model():
+    targets = [{"type": name} for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
+    module = {**VIT, "type": "TimmClassificationBackbone"}
+    lora = {"type": "LoRABackbone", "module": module, "alpha": 4, "rank": 2, "targets": targets}
+    classifier, images = build(lora).eval(), torch.randn(4, 3, 16, 16)
+    for name, parameter in classifier.named_parameters():
+        assert parameter.requires_grad == ("lora_" in name or name.startswith("head.fc."))
+        if "lora_up" in name:
+            nn.init.normal_(parameter)
+    expected = classifier(images, mode="tensor")
+    torch.testing.assert_close(as_timm_model(classifier).eval()(images), expected)
+
+
+def test_held_out_images_are_not_trained_on(tmp_path):
+    from PIL import Image
+
+    for index in range(40):
+        folder = tmp_path / "ab"[index % 2]
+        folder.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), (index, 0, 0)).save(folder / f"{index}.png")
+    dataset = {"type": "CustomDataset", "data_root": str(tmp_path), "pipeline": []}
+    parts = [
+        DATASETS.build({"type": "HeldOutImages", "dataset": dataset, "held_out": held_out})
+        for held_out in (False, True)
+    ]
+    names = [{part.get_data_info(i)["img_path"] for i in range(len(part))} for part in parts]
+    assert [*map(len, names)] == [36, 4]
+    assert not names[0] & names[1]
+    assert held_out_of(40) == held_out_of(40)
+    assert len(held_out_of(60_000)) == 5000
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_a_wider_transformer_computes_what_it_did(positions):
+    pytest.importorskip("transformers")
+    from tokenformer_vit.language import transformer_lm
+
+    model = transformer_lm(61, 40, 32, 2, 2, hidden_features=48, positions=positions)
+    with torch.no_grad():  # so that every weight and bias tells
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    model, tokens = model.double().eval(), torch.randint(61, (2, 9))
+    before = model(tokens).logits
+    assert widen_mlp(model, 131) is model
+    torch.testing.assert_close(model(tokens).logits, before, rtol=0, atol=1e-11)
+    assert sum(131 in part.shape for part in model.parameters()) == 6  # of two blocks
+
+
+def test_a_vit_and_its_optimizer_go_on():
+    vit = timm.create_model("vit_tiny_patch16_224", **SIZES, num_classes=3).eval()
+    groups = [{"params": [p for p in vit.parameters() if (p.dim() > 1) == many]} for many in (1, 0)]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    x = torch.randn(4, 3, 16, 16)
+
+    def step():
+        optimizer.zero_grad()
+        F.cross_entropy(vit(x), torch.tensor([0, 1, 2, 1])).backward()
+        optimizer.step()
+
+    step()
+    before, moments = vit(x), optimizer.state[vit.blocks[0].mlp.fc2.weight]["exp_avg"].clone()
+    widen_mlp(vit, 130, optimizer=optimizer)
+    torch.testing.assert_close(vit(x), before, rtol=0, atol=1e-5)
+    carried = optimizer.state[vit.blocks[0].mlp.fc2.weight]["exp_avg"]
+    assert torch.equal(carried[:, :96], moments)
+    assert not carried[:, 96:].any()
+    step()
+    stack_blocks(vit, 5, optimizer=optimizer)
+    places = {parameter: place for place, parameter in enumerate(vit.parameters())}
+    for group in optimizer.param_groups:  # PyTorch loads by position
+        assert [*map(places.get, group["params"])] == sorted(map(places.get, group["params"]))
+    step()
+    assert not torch.equal(vit.blocks[2].mlp.fc1.weight, vit.blocks[0].mlp.fc1.weight)

@@ -1,0 +1,78 @@
+"""Every question can be asked of its base, and what it compares can be compared."""
+
+import copy
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import sweep
+from budget import QUESTIONS as BUDGET
+from growth import QUESTIONS as GROWTH
+from language import QUESTIONS as LANGUAGE
+from models import build, flops, matched_vit, sizes_of
+from nested import QUESTIONS as NESTED
+from recipes import QUESTIONS as RECIPES
+from theta import QUESTIONS as THETA
+from transfer import QUESTIONS as TRANSFER
+
+from tokenformer_vit.training.config import load_config
+
+BASES = {"mae": "mae_cifar10_micro_finetune", "tuning": "tuning_imagenette"}
+BASES |= {"lm_continue": "lm_newstest", "lm_languages": "lm_newstest"}
+QUESTIONS = (*THETA, *BUDGET, *RECIPES, *NESTED, *TRANSFER, *GROWTH, *LANGUAGE)
+
+
+def configs_of(question):
+    base = "cifar10_micro_50k" if question.higher_is_better else "lm_micro"
+    path = Path("configs", f"{BASES.get(question.name, base)}.py")
+    lengths = {"stages": {"train_cfg.max_epochs": 20}, "lm_stages": {"train_cfg.max_iters": 4000}}
+    args = Namespace(
+        config=path, cfg_options=lengths.get(question.name, {}), data_root=None, batch_size=None
+    )
+    args.amp = args.compile = False
+    base = sweep.read_base(question, args)
+    names = [variant.name for variant in sweep.wanted(question, None)]
+    return sweep.variant_configs(question, base, names)
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.name)
+def test_every_variant_has_a_config_of_its_own(question, monkeypatch):
+    if not question.higher_is_better:
+        pytest.importorskip("transformers")
+    if question.name == "tuning":  # there are no weights
+        monkeypatch.setattr("transfer.trained", lambda cfg: cfg["model"]["backbone"])
+    names = [variant.name for variant in question.variants]
+    assert len({*names}) == len(names)
+    for place, variant in enumerate(question.variants):
+        assert {*variant.compare} <= {*names} - {variant.name}
+        assert variant.start is None or variant.start in names[:place]
+    configs = configs_of(question)
+    starts = {variant.name: variant.start for variant in question.variants}
+    distinct = {str((starts[name], config)) for name, config in configs.items()}
+    # Images: x3_shared_10 costs what x3_sunk_20 costs, and is the same training.
+    assert len(configs) - len(distinct) == (question.name == "stages")
+
+
+@pytest.mark.parametrize("name", ["cifar10_micro", "imagenet_base", "imagenet_tiny"])
+def test_the_vit_has_as_many_weights_and_costs_as_much(name):
+    cfg = load_config(f"configs/{name}.py").to_dict()
+    other = copy.deepcopy(cfg)
+    matched_vit(other, sizes_of(cfg))
+
+    def weights(cfg):
+        blocks = build(cfg).backbone.model.blocks
+        return [sum(p.numel() for p in block.parameters() if p.ndim > 1) for block in blocks]
+
+    assert weights(cfg) == weights(other)
+    assert flops(cfg) == flops(other)
+
+
+def test_stages_cost_what_they_are_compared_with():
+    configs = configs_of(next(each for each in GROWTH if each.name == "stages"))
+
+    def cost(name):
+        return flops(configs[name]) * configs[name]["train_cfg"]["max_epochs"]
+
+    for name, small in (("x3_sunk_20", 0), ("x3_shared_20", 1 / 3), ("x3_counted_20", 1)):
+        half_an_epoch = flops(configs[name]) / 2
+        assert abs(cost(name) - cost("x3") / 5 - small * cost("small")) <= half_an_epoch
