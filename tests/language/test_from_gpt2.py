@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="pip install '.[language]'")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from tokenformer_vit.cli import convert_checkpoint
+from tokenformer_vit.cli import convert
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
 from tokenformer_vit.language import byte_tokenizer, from_gpt2, save_language_model
@@ -115,26 +115,26 @@ def test_the_command(tmp_path, capsys):
     gpt2, source, target = build(), tmp_path / "gpt2", tmp_path / "tokenformer"
     save_language_model(gpt2.half(), source, byte_tokenizer())
     with pytest.raises(InputError, match="leave out --num-heads"):
-        convert_checkpoint.main([str(source), str(target), "--num-heads", "4"])
+        convert.main([str(source), str(target), "--num-heads", "4"])
     classifier, other = build(), tmp_path / "classifier"
     save_language_model(classifier, other)
     config = json.loads((other / "config.json").read_text())
     config["architectures"] = ["GPT2ForSequenceClassification"]
     (other / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="is a GPT2ForSequenceClassification"):
-        convert_checkpoint.main([str(other), str(target)])
+        convert.main([str(other), str(target)])
     broken = copy.deepcopy(gpt2)
     broken.transformer.h[1].mlp.c_fc.weight.data[0, 0] = torch.nan
     save_language_model(broken, tmp_path / "broken")
-    with pytest.raises(InputError, match="logits are not finite"):
-        convert_checkpoint.main([str(tmp_path / "broken"), str(target)])
+    with pytest.raises(InputError, match="outputs are not finite"):
+        convert.main([str(tmp_path / "broken"), str(target)])
     assert not target.exists()
-    convert_checkpoint.main([str(source), str(target)])
+    convert.main([str(source), str(target)])
     out = capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(target)
-    assert f"{model.num_parameters():,} parameters, {gpt2.num_parameters():,} in GPT-2" in out
-    assert "Relative error of the logits for 80 random tokens: at most" in out
-    assert "a model for transformers and its tokenizer" in out
+    assert f"Parameters: {gpt2.num_parameters():,} -> {model.num_parameters():,}\n" in out
+    assert "on average, for 80 random tokens" in out
+    assert ", with a tokenizer" in out
     assert relative_error(model, gpt2) < 2e-5
     assert model.generation_config.to_diff_dict() == gpt2.generation_config.to_diff_dict()
     assert AutoTokenizer.from_pretrained(target).decode([72, 105]) == "Hi"

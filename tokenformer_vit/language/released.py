@@ -97,7 +97,7 @@ def from_released(
         fault = "is missing" if wrong[0] in names else "is not part of it"
         raise InputError(
             f"this is not a complete released language model: {wrong[0]} {fault}; give a "
-            "checkpoint of the authors"
+            "checkpoint of the authors, or the --model of a ViT"
         )
     vocab_size, width = state_dict[_EMBEDDING].shape
     num_heads = num_heads or _HEADS.get((len(keys), width))

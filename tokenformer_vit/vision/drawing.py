@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter
-from timm.data import resolve_input_data_config
+from timm.data import create_transform, resolve_input_data_config
 from torch import nn
 
-from tokenformer_vit.errors import InputError
-
-from .images import read_images
-from .inspection import MOST
+from .images import read_image
 
 
 def draw_maps(record: dict[str, Any], model: nn.Module, path: Path) -> None:
@@ -27,15 +23,6 @@ def draw_maps(record: dict[str, Any], model: nn.Module, path: Path) -> None:
 
     A pair has one colour scale for all images, symmetric around zero. Where a weight is small, the
     image shows through.
-
-    Args:
-        record: Record that :func:`~tokenformer_vit.vision.inspection.map_tokens` returned.
-        model: Model that the record was made with.
-        path: PNG file to write.
-
-    Raises:
-        InputError: If an image can no longer be read.
-        OSError: If the file cannot be written; ``filename`` is ``path``.
     """
     pictures = _pictures(record["images"], model)
     tokens = record["tokens"]
@@ -70,26 +57,13 @@ def draw_maps(record: dict[str, Any], model: nn.Module, path: Path) -> None:
 
 
 def draw_exemplars(record: dict[str, Any], model: nn.Module, path: Path) -> None:
-    """Draw one row for each pair: its exemplars, with their weight and a frame around the patch.
-
-    Args:
-        record: Record that :func:`~tokenformer_vit.vision.inspection.find_exemplars` returned.
-        model: Model that the record was made with.
-        path: PNG file to write.
-
-    Raises:
-        InputError: If an image can no longer be read.
-        OSError: If the file cannot be written; ``filename`` is ``path``.
-    """
+    """Draw one row for each pair: its exemplars, with their weight and a frame around the patch."""
     entries = record["tokens"]
     shown = {item["file"]: None for entry in entries for item in entry["exemplars"]}
     pictures = _pictures(shown, model)
-    figure, axes = _grid(
-        [1.0] * len(entries),
-        len(entries[0]["exemplars"]),
-        f"{record['layer']}: the images, of {record['images']}, with the largest weight of each "
-        "pair; frame: the patch",
-    )
+    which = f"the images, of {record['images']}, with the largest weight of each pair"
+    title = f"{record['layer']}: {which}; frame: the patch"
+    figure, axes = _grid([1.0] * len(entries), len(entries[0]["exemplars"]), title)
     height, width = record["patch_size"]
     for row, entry in enumerate(entries):
         _label(axes[row, 0], f"pair {entry['token']}\n{entry['selectivity']:.2g} × mean")
@@ -105,34 +79,22 @@ def draw_exemplars(record: dict[str, Any], model: nn.Module, path: Path) -> None
 
 
 def draw_compression(record: Mapping[str, Any], path: Path) -> None:
-    """Draw accuracy against the share of pairs and against FLOPs, one line for each method.
-
-    Early exits have no share of pairs and are drawn against FLOPs only.
-
-    Args:
-        record: The record that ``tokenformer-vit compress`` writes.
-        path: PNG file to write.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
+    """Draw the accuracy of a record of ``compress`` against pairs and FLOPs, a line per method."""
     points = record["points"]
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     figure.suptitle("Accuracy against pairs kept or read")
-    shares, flops = figure.subplots(1, 2, sharey=True)
-    for index, method in enumerate(dict.fromkeys(p["method"] for p in points[1:])):
-        own = [points[0], *(p for p in points if p["method"] == method)]
-        style = {"marker": "o", "color": f"C{index}", "label": method}
-        top1 = [point["top1"] for point in own]
-        if method != "early":  # images differ in the pairs that they use
-            shares.plot([point["keep"] for point in own], top1, **style)
-        flops.plot([point["flops_per_image"] for point in own], top1, **style)
-    shares.axhline(points[0]["top1"], color="0.6", linestyle=":")
-    flops.axhline(points[0]["top1"], color="0.6", linestyle=":")
-    shares.set(xlabel="share of pairs kept or read", ylabel=f"top-1 (%), {record['images']} images")
-    flops.set(xlabel="forward FLOPs per image")
-    flops.xaxis.set_major_formatter(EngFormatter())
-    flops.legend()
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, key in zip(axes, ("keep", "flops_per_image"), strict=True):
+        for method in dict.fromkeys(point["method"] for point in points[1:]):
+            own = [points[0], *(point for point in points if point["method"] == method)]
+            x, y = ([point[name] for point in own] for name in (key, "top1"))
+            axis.plot(x, y, marker="o", label=method)
+        axis.axhline(points[0]["top1"], color="0.6", linestyle=":")
+    axes[0].set(xlabel="share of pairs kept or read")
+    axes[0].set_ylabel(f"top-1 (%), {record['images']} images")
+    axes[1].set_xlabel("forward FLOPs per image")
+    axes[1].xaxis.set_major_formatter(EngFormatter())
+    axes[1].legend()
     _save(figure, path)
 
 
@@ -140,12 +102,10 @@ def _pictures(names: Iterable[str], model: nn.Module) -> dict[str, Any]:
     """Read images as the model sees them; return (H, W, 3) uint8 arrays."""
     config, pictures = resolve_input_data_config(model), {}
     mean, std = (torch.tensor(config[name])[:, None, None] for name in ("mean", "std"))
-    with closing(read_images([Path(name) for name in names], config, MOST)) as batches:
-        for path, image in (pair for batch in batches for pair in batch):
-            if isinstance(image, Exception):
-                raise InputError(f"{image}; the file has changed since it was read: restore it")
-            pixels = ((image * std + mean) * 255).round().clamp(0, 255).byte()
-            pictures[str(path)] = pixels.permute(1, 2, 0).numpy()
+    transform: Any = create_transform(**config)
+    for name in names:
+        pixels = ((transform(read_image(Path(name))) * std + mean) * 255).round().clamp(0, 255)
+        pictures[name] = pixels.byte().permute(1, 2, 0).numpy()
     return pictures
 
 
@@ -165,7 +125,7 @@ def _label(axis: Any, text: str) -> None:
 
 
 def _shorten(name: str, most: int = 22) -> str:
-    name = name.encode(errors="backslashreplace").decode()  # it may not be UTF-8
+    name = name.encode(errors="backslashreplace").decode()  # of a name that is no Unicode
     return name if len(name) <= most else f"…{name[1 - most :]}"
 
 

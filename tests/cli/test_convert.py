@@ -1,0 +1,179 @@
+"""A converted folder has the outputs, the class names and the preprocessing of its source."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.data import resolve_input_data_config
+from timm.layers import RmsNorm
+from timm.models.vision_transformer import VisionTransformer
+
+from tokenformer_vit.cli import compress, convert, export, inspect_tokens
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.models import LMConfig, TokenFormerLM
+from tokenformer_vit.models.checkpoints import save_model
+from tokenformer_vit.vision.prediction import class_names
+
+NAME = "vit_tiny_patch16_224"
+SHAPE = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
+NAMES = ["ant", "bee", "cat"]
+
+
+def run(*words):
+    convert.main([str(word) for word in words])
+
+
+@pytest.fixture
+def vit():
+    model = timm.create_model(NAME, **SHAPE, num_classes=3).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, float(parameter.ndim == 1), 0.3)
+    return model
+
+
+@pytest.fixture
+def folder(vit, tmp_path):
+    save_model(vit, tmp_path / "vit", NAMES, {"mean": (0.1, 0.2, 0.3)})
+    return tmp_path / "vit"
+
+
+def same(out, vit):
+    x = torch.randn(4, 3, 32, 32)
+    model = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
+    torch.testing.assert_close(model(x), vit(x), rtol=1e-4, atol=1e-4)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["folder", "local-dir", "training"])
+def test_a_vit_on_the_disk_becomes_a_folder(kind, vit, folder, tmp_path, capsys):
+    source = {"folder": folder, "local-dir": f"local-dir:{folder}"}.get(kind, tmp_path / "vit.pth")
+    if kind == "training":
+        export.main([str(folder), str(source)])
+    run(source, tmp_path / "out", "--batch-size", 20)
+    model = same(tmp_path / "out", vit)
+    assert class_names(model) == NAMES
+    config = resolve_input_data_config(model)
+    assert (config["mean"], config["input_size"]) == ((0.1, 0.2, 0.3), (3, 32, 32))
+    out = capsys.readouterr().out
+    errors = re.search(r"float32: (\S+) at most, (\S+) on average, for 32 images of noise", out)
+    assert 0 < float(errors[2]) <= float(errors[1]) < 1e-2
+    counts = [f"{sum(p.numel() for p in each.parameters()):,}" for each in (vit, model)]
+    assert f"Parameters: {' -> '.join(counts)}\n" in out
+    assert f"**Converted from:**\n  - Model: {NAME}" in (tmp_path / "out/README.md").read_text()
+
+
+def test_images_are_compared_and_other_commands_read_the_result(
+    folder, tmp_path, capsys, generator
+):
+    photos = tmp_path / "photos"
+    for index in range(6):
+        place = photos / ("train", "val")[index % 2] / NAMES[index % 3]
+        place.mkdir(parents=True)
+        Image.fromarray(generator.integers(0, 255, (40, 50, 3), np.uint8)).save(place / "0.png")
+    run(folder, tmp_path / "out", "--images", photos, "--batch-size", 5)
+    assert "for 6 images\nSame top-1 class: 100.00%\n" in capsys.readouterr().out
+    words = ["--keep", "0.5", "--out", str(tmp_path / "less")]
+    compress.main([str(tmp_path / "out"), str(photos), *words])
+    dense = json.loads((tmp_path / "less/compression.json").read_text())["points"][0]
+    assert dense["pairs"] == {"qkv": 128, "proj": 128, "ffn": 256}
+    inspect_tokens.main([str(tmp_path / "out"), str(photos), "--out", str(tmp_path / "seen")])
+    assert json.loads((tmp_path / "seen/tokens.json").read_text())["theta"] == "gelu"
+
+
+def test_a_name_of_timm_brings_its_pretrained_weights(vit, tmp_path, monkeypatch):
+    create = timm.create_model
+    known = [NAME, {"pretrained": True}]
+    offline = lambda name, **how: vit if [name, how] == known else create(name, **how)  # noqa: E731
+    monkeypatch.setattr(timm, "create_model", offline)
+    run(NAME, tmp_path / "out")
+    same(tmp_path / "out", vit)
+
+
+def test_what_has_no_counterpart_leaves_nothing(vit, tmp_path, monkeypatch):
+    torch.nn.init.constant_(vit.head.weight, torch.nan)
+    save_model(vit, tmp_path / "diverged")
+    with pytest.raises(InputError, match="outputs are not finite"):
+        run(tmp_path / "diverged", tmp_path / "new" / "out")
+    other = VisionTransformer(**SHAPE, norm_layer=RmsNorm)
+    monkeypatch.setattr(timm, "create_model", lambda *_, **__: other)
+    with pytest.raises(InputError, match=r"^[^\n]* is a RmsNorm; give[^\n]*$"):
+        run(NAME, tmp_path / "new" / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["diverged"]
+
+
+def test_a_checkpoint_of_other_code_needs_the_name_of_its_model(vit, folder, tmp_path):
+    torch.save(vit.state_dict(), tmp_path / "bare.pth")
+    with pytest.raises(InputError, match="vit_nope is no file or folder, and no name of timm"):
+        run("vit_nope", tmp_path / "out")
+    with pytest.raises(InputError, match="is a ViT: leave out --eps, --tokenizer"):
+        run(folder, tmp_path / "out", "--tokenizer", "x", "--eps", 0)
+    words = ["--model", NAME, "--model-kwargs", *map("{}={}".format, SHAPE, SHAPE.values())]
+    run(tmp_path / "bare.pth", tmp_path / "out", *words)
+    same(tmp_path / "out", vit)
+    pytest.importorskip("transformers", reason="pip install '.[language]'")
+    with pytest.raises(InputError, match=r"not a complete released .* --model"):
+        run(tmp_path / "bare.pth", tmp_path / "new")
+
+
+@pytest.fixture
+def released(tmp_path):
+    pytest.importorskip("transformers", reason="pip install '.[language]'")
+    from tokenformer_vit.language import to_released
+
+    config = LMConfig(vocab_size=61, embed_dim=16, depth=2, num_heads=2)
+    torch.save(to_released(TokenFormerLM(config)), tmp_path / "model.bin")
+    return tmp_path / "model.bin"
+
+
+def test_a_released_file_becomes_a_folder_and_the_same_file_again(released, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
+    folder, back = tmp_path / "deep" / "folder", tmp_path / "back.bin"
+    run(released, folder, "--num-heads", 2, "--context-length", 64)
+    assert "9,200 parameters, 2 heads" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.context_length == 64
+    assert model.model.blocks[0].mlp.eps == 0
+    assert model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2).shape == (1, 5)
+    run(folder, back, "--to-released")
+    before, after = (torch.load(path, weights_only=True) for path in (released, back))
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert [path.name for path in folder.parent.iterdir()] == ["folder"]
+    with pytest.raises(InputError, match="already exists; choose another"):
+        run(released, folder)
+    with pytest.raises(InputError, match="is a TokenFormer: leave out --num-heads, --tokenizer"):
+        run(folder, tmp_path / "new", "--to-released", "--num-heads", 2, "--tokenizer", "x")
+
+
+def test_a_head_that_was_untied_by_hand_is_not_dropped(released, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    run(released, tmp_path / "folder", "--num-heads", 2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    model.lm_head.weight = torch.nn.Parameter(2 * model.lm_head.weight)
+    model.save_pretrained(tmp_path / "untied")
+    with pytest.raises(InputError, match="the head has other weights than the embedding"):
+        run(tmp_path / "untied", tmp_path / "back.bin", "--to-released")
+    assert not (tmp_path / "back.bin").exists()
+
+
+def test_a_tokenizer_goes_along_and_says_where_texts_end(released, tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import AutoModelForCausalLM
+
+    file = tmp_path / "tokenizer.json"
+    Tokenizer(WordLevel({"a": 0, "<|endoftext|>": 1}, "a")).save(str(file))
+    run(released, tmp_path / "out", "--num-heads", 2, "--tokenizer", file)
+    generation = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert generation.eos_token_id == 1
+    Tokenizer(WordLevel({str(n): n for n in range(70)}, "0")).save(str(file))
+    with pytest.raises(InputError, match="has 70 entries"):
+        run(released, tmp_path / "new", "--num-heads", 2, "--tokenizer", file)
+    with pytest.raises(InputError, match="give its number of heads"):
+        run(released, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

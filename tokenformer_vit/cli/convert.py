@@ -1,0 +1,177 @@
+"""Convert a ViT, a GPT-2 or the authors' language models to a TokenFormer with the same outputs.
+
+A ViT: a timm name with its pretrained weights, hf-hub:USER/NAME, an exported folder, or a
+checkpoint (with --model, if it was not trained here). Both models are compared on the images::
+
+    tokenformer-vit convert vit_small_patch16_224 converted --images photos
+
+A folder with a GPT-2 of transformers; its tokenizer goes along::
+
+    tokenformer-vit convert gpt2 tokenformer_gpt2
+
+A file of the released language models, or a checkpoint of the authors' training, a file or a folder
+with one for each layer; and back to a file of the released code::
+
+    tokenformer-vit convert model.bin tokenformer_150m --tokenizer tokenizer.json
+    tokenformer-vit convert tokenformer_150m model.bin --to-released
+"""
+
+import argparse
+from collections.abc import Iterable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.data import resolve_input_data_config
+from torch import Tensor
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import whole_file
+from tokenformer_vit.models import checkpoints, from_vit
+from tokenformer_vit.records import read_json
+from tokenformer_vit.vision.compression import tensor_batches
+from tokenformer_vit.vision.images import list_images
+
+from .arguments import Parser, add_model, whole_number
+
+
+def main(argv: list[str]) -> None:
+    """Run the command line."""
+    parser = Parser(prog="tokenformer-vit convert", description=__doc__)
+    add_model(parser)
+    add = parser.add_argument
+    add("source", metavar="IN", help="timm name, checkpoint or folder")
+    add("target", type=Path, metavar="OUT", help="folder, or released file")
+    what = "images on which a ViT is compared; default: noise"
+    add("--images", type=Path, nargs="+", metavar="IMAGE", help=what)
+    add("--to-released", action="store_true", help="from a folder to a file")
+    add("--tokenizer", type=Path, metavar="PATH", help="folder or file that is saved in OUT")
+    what = "attention heads, needed if the model has no published size"
+    add("--num-heads", type=whole_number(1), metavar="H", help=what)
+    add("--context-length", type=whole_number(1), metavar="N", help="default: 2048")
+    what = "of Pattention (default: 0, as in the released code; use 1e-6 to train further)"
+    add("--eps", type=float, help=what)
+    args = parser.parse_args(argv)
+    if args.target.exists():
+        raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
+    args.path = Path(args.source.removeprefix("local-dir:")).expanduser()
+    kind = "TokenFormer" if args.to_released else "ViT" if args.model else _kind(args)
+    convert, *known = _KINDS[kind]
+    every = {option for _, *options in _KINDS.values() for option in options}
+    given = [option for option in every if getattr(args, option) not in (None, {})]
+    if wrong := [f"--{each.replace('_', '-')}" for each in given if each not in known]:
+        raise InputError(f"{args.source} is a {kind}: leave out {', '.join(sorted(wrong))}")
+    # Without the extra [language], a ViT can be converted.
+    convert(args, None if kind == "ViT" else import_module("tokenformer_vit.language"))
+
+
+def _kind(args: argparse.Namespace) -> str:
+    config = args.path / checkpoints.CONFIG
+    if args.path.is_file():
+        pickled = args.path.suffix != ".safetensors"
+        content = checkpoints.read_checkpoint(args.path, "meta") if pickled else {}
+        about = checkpoints.description_of(args.path, content)
+    elif args.path.is_dir():
+        about = read_json(config) if config.is_file() else {}
+    elif args.source.startswith("hf-hub:") or timm.is_model(args.source):
+        return "ViT"
+    else:
+        raise InputError(f"{args.source} is no file or folder, and no name of timm: correct it")
+    other = "GPT-2" if about.get("model_type") == "gpt2" else "released model"
+    return "ViT" if "architecture" in about else other
+
+
+def _from_vit(args: argparse.Namespace, _: Any) -> None:
+    if args.model or args.path.exists():
+        load, given = checkpoints.load_model, (args.model, args.path, args.num_classes)
+    else:
+        load, given = partial(timm.create_model, pretrained=True), (args.source,)
+        args.model_kwargs |= {"num_classes": args.num_classes} if args.num_classes else {}
+    vit: Any = load(*given, **args.model_kwargs).eval().to(args.device)
+    model: Any = from_vit(vit)
+    if args.images:
+        paths = list_images(args.images)
+        batches, what = tensor_batches(vit, paths, args.batch_size, args.device), "images"
+    else:
+        size = vit.patch_embed.proj.in_channels, *resolve_input_data_config(vit)["input_size"][1:]
+        noise = torch.randn(32, *size, generator=torch.Generator().manual_seed(0))
+        batches, what = noise.to(args.device).split(args.batch_size), "images of noise"
+    facts = _compare(model, vit, batches, what)
+    # The name of a folder alone: its place is private.
+    about = {"Model": vit.pretrained_cfg["architecture"], "Weights": Path(args.source).name}
+    checkpoints.save_model(model.cpu(), args.target, facts={"Converted from": about | facts})
+    print(f"Done. In {args.target}: model.safetensors, config.json and README.md")
+
+
+@torch.inference_mode()
+def _compare(model: Any, source: Any, batches: Iterable[Tensor], what: str) -> dict[str, str]:
+    """Compare the outputs of two models, print what was found, and return it for the card."""
+    errors, same = [], []
+    for batch in batches:
+        outputs = [getattr(out := each(batch), "logits", out).float() for each in (model, source)]
+        same.append((outputs[0].argmax(dim=-1) == outputs[1].argmax(dim=-1)).flatten())
+        if outputs[0].shape[-1] > 1:  # what is common to a row of logits changes nothing
+            outputs = [each - each.mean(dim=-1, keepdim=True) for each in outputs]
+        ours, theirs = (each.double() for each in outputs)
+        errors.append(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).flatten())
+    error = torch.cat(errors)
+    if not error.isfinite().all():
+        raise InputError("the outputs are not finite: give weights of a training that converged")
+    found = f"{error.max():.1e} at most, {error.mean():.1e} on average, for {len(error)} {what}"
+    top1 = f"{torch.cat(same).double().mean():.2%}"
+    facts = {"Relative error of the outputs, in float32": found, "Same top-1 class": top1}
+    old, new = (sum(p.numel() for p in each.parameters()) for each in (source, model))
+    print(f"Parameters: {old:,} -> {new:,}", *map(": ".join, facts.items()), sep="\n")
+    return facts
+
+
+def _from_gpt2(args: argparse.Namespace, language: Any) -> None:
+    classes = read_json(args.path / checkpoints.CONFIG).get("architectures") or ["GPT2LMHeadModel"]
+    if classes[0] not in ("GPT2LMHeadModel", "GPT2Model"):
+        raise InputError(f"{args.source} is a {classes[0]}: give a GPT2LMHeadModel")
+    source = language.load_language_model(args.path).float()  # half precision would lose digits
+    model = language.from_gpt2(source)
+    shape, random = (2, min(64, model.config.context_length)), torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.config.vocab_size, shape, generator=random)
+    _compare(model, source, [tokens], "random tokens")
+    files = ("tokenizer.json", "tokenizer_config.json", "merges.txt")
+    own = args.path if any((args.path / name).is_file() for name in files) else None
+    _save(language, model, args.target, args.tokenizer or own)
+
+
+def _from_released(args: argparse.Namespace, language: Any) -> None:
+    names = ("num_heads", "context_length", "eps")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    config, weights = language.from_released(language.read_released(args.path), **given)
+    with torch.device("meta"):
+        model = language.TokenFormerForCausalLM(language.TokenFormerConfig(**vars(config)))
+    model.model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    print(f"{model.num_parameters():,} parameters, {config.num_heads} heads")
+    _save(language, model, args.target, args.tokenizer)
+
+
+def _save(language: Any, model: Any, target: Path, place: Path | None) -> None:
+    tokenizer = language.load_tokenizer(place, model.config.vocab_size) if place else None
+    language.save_language_model(model, target, tokenizer)
+    print(f"Done. In {target}, {'with' if tokenizer else 'without'} a tokenizer (--tokenizer)")
+
+
+def _to_released(args: argparse.Namespace, language: Any) -> None:
+    weights = language.to_released(language.load_language_model(args.path))
+    args.target.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(args.target) as file:
+        torch.save({name: tensor.detach() for name, tensor in weights.items()}, file)
+    print(f"Done. In {args.target}: {len(weights)} tensors under the released names")
+
+
+# How each kind of IN is converted, and the options that it takes.
+_KINDS = {
+    "ViT": (_from_vit, "images", "model", "model_kwargs", "num_classes"),
+    "GPT-2": (_from_gpt2, "tokenizer"),
+    "released model": (_from_released, "tokenizer", "num_heads", "context_length", "eps"),
+    "TokenFormer": (_to_released,),
+}
