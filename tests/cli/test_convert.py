@@ -149,18 +149,6 @@ def test_a_released_file_becomes_a_folder_and_the_same_file_again(released, tmp_
         run(folder, tmp_path / "new", "--to-released", "--num-heads", 2, "--tokenizer", "x")
 
 
-def test_a_head_that_was_untied_by_hand_is_not_dropped(released, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    run(released, tmp_path / "folder", "--num-heads", 2)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
-    model.lm_head.weight = torch.nn.Parameter(2 * model.lm_head.weight)
-    model.save_pretrained(tmp_path / "untied")
-    with pytest.raises(InputError, match="the head has other weights than the embedding"):
-        run(tmp_path / "untied", tmp_path / "back.bin", "--to-released")
-    assert not (tmp_path / "back.bin").exists()
-
-
 def test_a_tokenizer_goes_along_and_says_where_texts_end(released, tmp_path):
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
