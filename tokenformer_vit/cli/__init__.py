@@ -38,7 +38,7 @@ COMMANDS = {
     "generate": ("generate", "continue a text with a language model"),
     "evaluate-lm": ("evaluate_lm", "measure a language model"),
     "lm-eval": ("harness", "run lm-evaluation-harness on TokenFormer models"),
-    "convert": ("convert_checkpoint", "convert a ViT, GPT-2, or released language models"),
+    "convert": ("convert", "convert a ViT, GPT-2, or released language models"),
     "timm": ("timm_script", "run a script of timm with the TokenFormer models"),
 }
 
