@@ -1,7 +1,6 @@
 """Budgets cost what they may and lose little; tokens read only their strongest pairs."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from tokenformer_vit.vision.compression import (
     candidates,
     check_apart,
     choose_counts,
-    match_classes,
 )
 
 COUNTS = {"num_qkv_param_tokens": 32, "num_proj_param_tokens": 48, "num_ffn_param_tokens": 64}
@@ -114,20 +112,6 @@ def test_compiled_blocks_read_their_strongest_pairs():
         block.compile(backend="eager")
     model(x)
     torch.testing.assert_close(half.scores(x), expected)
-
-
-def test_labels_are_compared_by_the_names_of_classes():
-    model = SimpleNamespace(num_classes=3, pretrained_cfg={"label_names": ["b", "c", "a"]})
-    images = SimpleNamespace(classes=("a", "b", "c"), labels=torch.tensor([0, 1, 2, 1]))
-    match_classes(model, images, "data")
-    assert images.labels.tolist() == [2, 0, 1, 0]
-    for classes in (("a", "b", "d"), ("a", "b"), ("a", "b", "c", "d")):
-        other = SimpleNamespace(classes=classes, labels=torch.zeros(1, dtype=torch.long))
-        with pytest.raises(InputError, match=r"data has \d classes, .*give the data"):
-            match_classes(model, other, "data")
-    model.pretrained_cfg = {}  # a model without names: the number of classes alone
-    match_classes(model, images, "data")
-    assert images.labels.tolist() == [2, 0, 1, 0]
 
 
 @pytest.mark.parametrize("folder", ["val", ".", "val/cat"])
