@@ -162,7 +162,6 @@ def _save(language: Any, model: Any, target: Path, place: Path | None) -> None:
 
 def _to_released(args: argparse.Namespace, language: Any) -> None:
     weights = language.to_released(language.load_language_model(args.path))
-    args.target.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(args.target) as file:
         torch.save({name: tensor.detach() for name, tensor in weights.items()}, file)
     print(f"Done. In {args.target}: {len(weights)} tensors under the released names")
