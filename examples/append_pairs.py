@@ -49,7 +49,7 @@ def main() -> None:
     held_out = torch.rand(len(labels)) < 0.2
     first = labels < 5
 
-    size = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 96, "depth": 4}
+    size: dict = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 96, "depth": 4}
     base = timm.create_model("tokenformer_tiny", num_classes=5, **size)
     train(base, images[first & ~held_out], labels[first & ~held_out], epochs)
     report("digits 0 to 4", base, images[first & held_out], labels[first & held_out])

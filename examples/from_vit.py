@@ -18,7 +18,7 @@ def main() -> None:
         parameter += 0.02 * torch.randn_like(parameter)
     images = torch.randn(4, 3, 224, 224)
     expected = vit(images)
-    model = from_vit(vit)
+    model = from_vit(vit)  # type: ignore[arg-type]
     print(f"converted: relative error {(model(images) - expected).norm() / expected.norm():.1e}")
     grow(model, 512, 512, 1024)  # pairs of q, k and v; of the output; of the feed-forward part
     print(f"grown: relative error {(model(images) - expected).norm() / expected.norm():.1e}")

@@ -48,7 +48,7 @@ def run(seed: int, epochs: int) -> dict[str, list[float]]:
     images = (images.float().view(-1, 1, 8, 8) - 4.9) / 6.0
     train_set, held_out = torch.randperm(1797).split([1437, 360])
     data = [images[train_set], labels[train_set], images[held_out], labels[held_out]]
-    size = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 96, "depth": 4}
+    size: dict = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 96, "depth": 4}
     model = timm.create_model("tokenformer_tiny", num_classes=10, **size, **PAIRS)
     optimizer = AdamW(model.parameters(), weight_decay=0.05)
     losses = {"before growth": train(model, optimizer, data, epochs)}

@@ -63,7 +63,7 @@ def main() -> None:
     torch.manual_seed(0)
     *train_data, val_images, val_labels = load_data()
 
-    size = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 96, "depth": 4}
+    size: dict = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 96, "depth": 4}
     model = timm.create_model(
         "tokenformer_tiny",
         num_classes=10,
