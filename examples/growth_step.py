@@ -20,7 +20,7 @@ from torch.optim import AdamW, Optimizer
 
 from tokenformer_vit.growth import grow
 
-PAIRS = {"num_qkv_param_tokens": 32, "num_proj_param_tokens": 32, "num_ffn_param_tokens": 128}
+PAIRS: dict = {"num_qkv_param_tokens": 32, "num_proj_param_tokens": 32, "num_ffn_param_tokens": 128}
 COLOURS = {"zero_key": "C0", "random": "C3", "no growth": "0.5"}
 
 
