@@ -169,9 +169,9 @@ def test_classes_are_compared_by_name(model, data, tmp_path):
     points = points_in(tmp_path / "turned" / "compression")[1]
     assert points["dense", 1]["correct"] == correct_by_hand(model, data)
     save_model(model, tmp_path / "other", ["ant", "bee", "cow"])
-    assert "cat, cow" in failure(tmp_path / "other", data)
+    assert "class 'cat', but the model has ant, bee, cow" in failure(tmp_path / "other", data)
     save_model(build(num_classes=5), tmp_path / "five")
-    assert "3 classes, but the model has 5" in failure(tmp_path / "five", data)
+    assert "but the model has class 0, class 1" in failure(tmp_path / "five", data)
 
 
 def test_what_cannot_be_measured_is_one_line(exported, data, tmp_path):

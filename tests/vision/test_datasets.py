@@ -218,8 +218,7 @@ def test_folders_without_splits(tmp_path):
     assert find_splits(tmp_path) == {"train": tmp_path}
     (tmp_path / "test/loop").symlink_to(tmp_path)
     assert list(class_images(tmp_path)) == ["cat", "test"]
-    with pytest.raises(InputError, match=r"no class folders in .*/cat: make cat/1\.jpg"):
-        class_images(tmp_path / "cat")
+    assert class_images(tmp_path / "cat") == {}
 
 
 def test_labels_are_compared_by_name():

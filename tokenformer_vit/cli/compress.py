@@ -43,12 +43,12 @@ def main(argv: list[str]) -> None:
     methods = args.method or ["nested" if compression.is_nested(model) else "prune", "top-k"]
     trained = [size for size in getattr(model, "sizes", ()) if isinstance(size, float)]
     tested = open_images(args.data, "val")
-    compression.match_classes(model, tested, args.data)
+    compression.match_classes(model, tested)
     if {"prune", "budget"} & {*methods}:
         if args.measure_on:
             compression.check_apart(args.measure_on, args.data)
         chosen = open_images(args.measure_on or args.data, "train")
-        compression.match_classes(model, chosen, args.measure_on or args.data)
+        compression.match_classes(model, chosen)
         number = min(args.measure_images, len(chosen))
         chosen.keep(random.Random(args.seed).sample(range(len(chosen)), number))
         batches = [*compression.labelled_batches(model, chosen, args.batch_size, args.device)]

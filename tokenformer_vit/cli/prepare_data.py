@@ -41,20 +41,16 @@ def main(argv: list[str]) -> None:
         bad = [image for batch in read for _, image in batch if isinstance(image, InputError)]
         print(*(f"unreadable: {error}" for error in bad), f"{len(bad)} are unreadable", sep="\n")
         sys.exit(bool(bad))
-    found = datasets.digits() if args.digits else _open(args)
+    found = datasets.digits() if args.digits else {}
+    if args.source:
+        splits, columns = datasets.find_splits(args.source), (args.image_column, args.label_column)
+        for name, split in ({"train": "train", "val": "val"} | args.splits).items():
+            if name in args.splits or split in splits:
+                found[name] = datasets.open_images(args.source, split, *columns)
+        if not found or len({images.classes for images in found.values()}) > 1:
+            there = ", ".join(splits)
+            raise InputError(f"name --splits train=... val=... of one data set: {there}")
     for name, limit in (("train", args.limit), ("val", args.limit_val)):
         if name in found:
             found[name].keep(found[name].rows < limit)
             datasets.unpack(found[name], args.target / name, name)
-
-
-def _open(args: Any) -> dict[str, datasets.LabelledImages]:
-    splits, columns = datasets.find_splits(args.source), (args.image_column, args.label_column)
-    found = {
-        name: datasets.open_images(args.source, split, *columns)
-        for name, split in ({"train": "train", "val": "val"} | args.splits).items()
-        if name in args.splits or split in splits
-    }
-    if not found or len({images.classes for images in found.values()}) > 1:
-        raise InputError(f"name --splits train=... val=... of one data set: {', '.join(splits)}")
-    return found

@@ -24,8 +24,9 @@ from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.layers.block import token_arguments
 from tokenformer_vit.models.sizes import kind_of
 
-from .datasets import LabelledImages
+from .datasets import LabelledImages, labels_for
 from .images import read_images
+from .prediction import class_names
 
 METHODS = ("prune", "budget", "nested", "top-k")
 KINDS = tuple(COUNTS)
@@ -230,16 +231,9 @@ def check_apart(folder: str | Path, data: str | Path) -> None:
         )
 
 
-def match_classes(model: Any, images: LabelledImages, source: Any) -> None:
+def match_classes(model: Any, images: LabelledImages) -> None:
     """Number the labels of images as the model does, whose classes are compared by name."""
-    names = list(model.pretrained_cfg.get("label_names") or images.classes)
-    if len(names) != model.num_classes or set(names) != set(images.classes):
-        other = sorted({*names} ^ {*images.classes})[:3]
-        raise InputError(
-            f"{source} has {len(images.classes)} classes, but the model has {model.num_classes}, "
-            f"or others ({', '.join(other)}): give the data that it was trained on"
-        )
-    numbers = torch.tensor([names.index(name) for name in images.classes])
+    numbers = torch.tensor(labels_for(class_names(model), images.classes))
     images.labels = numbers[images.labels]
 
 

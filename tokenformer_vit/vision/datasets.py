@@ -101,10 +101,8 @@ def open_images(
     labels = np.array([numbers.get(value, -1) for value in values], np.int64)
     if -1 in labels:
         row = int(labels.argmin())
-        raise InputError(
-            f"{where}, row {row} has the label {values[row]}, which is no class: use a split with "
-            "labels, or give all class names"
-        )
+        what = f"row {row} has the label {values[row]}, which is no class"
+        raise InputError(f"{where}, {what}: use a split with labels, or give all class names")
     rows = rows.select_columns([image]).cast_column(image, ImageFeature(decode=False))
     rows = rows if image == "image" else rows.rename_column(image, "image")
     return LabelledImages(rows, labels, names or [str(value) for value in known], where)
@@ -180,8 +178,6 @@ def class_images(root: str | Path) -> dict[str, list[str]]:
         found.get(normalize("NFC", name), stray).append(image)
     if stray:
         print(f"left out: {len(stray)} images in no class folder of {root}", file=sys.stderr)
-    if not found:
-        raise InputError(f"there are no class folders in {root}: make cat/1.jpg, dog/1.jpg")
     return found
 
 
@@ -191,24 +187,22 @@ def labels_for(model_classes: Sequence[str], data_classes: Sequence[str]) -> lis
     Data may lack a class. Names of folders that ``prepare-data`` made mean the names that it had,
     and the WordNet numbers of ImageNet mean its classes.
     """
-    pairs = (
-        (model_classes, data_classes),
-        (folder_names(model_classes), data_classes),
-        (model_classes, folder_names(data_classes)),
-        (ImageNetInfo().label_names(), data_classes),
-    )
-    for known, given in pairs:
-        numbers = {normalize("NFC", name): number for number, name in enumerate(known)}
-        found = [numbers.get(normalize("NFC", name), -1) for name in given]
-        if -1 not in found and len(known) == len(model_classes):
-            return found
     if len(data_classes) == len(model_classes) and model_classes[0] == "class 0":  # no names
         return list(range(len(data_classes)))
-    unknown = next(name for name in data_classes if name not in model_classes)
-    raise InputError(
-        f"the data have a class {unknown!r}, but the model has {', '.join(model_classes[:5])}, ... "
-        f"({len(model_classes)}): give the data that it was trained on"
-    )
+    wordnet = ImageNetInfo().label_names() if len(model_classes) == 1000 else []
+    numbers: dict[str, int] = {}
+    for names in (wordnet, folder_names(model_classes), model_classes):
+        numbers |= {normalize("NFC", name): number for number, name in enumerate(names)}
+    named = [normalize("NFC", name) for name in data_classes]
+    pairs = zip(named, folder_names(named), strict=True)
+    found = [numbers.get(name, numbers.get(folder, -1)) for name, folder in pairs]
+    if -1 in found:
+        there = f"{', '.join(model_classes[:5])}, ... ({len(model_classes)})"
+        raise InputError(
+            f"the data have a class {named[found.index(-1)]!r}, but the model has {there}: give "
+            "the data that it was trained on"
+        )
+    return found
 
 
 def folder_names(names: Sequence[str]) -> list[str]:
@@ -232,8 +226,10 @@ def unpack(images: LabelledImages, folder: Path, split: str) -> None:
         for label, row in zip(images.labels.tolist(), images.rows.tolist(), strict=True)
     ]
     there = {str(path.relative_to(folder).with_suffix("")) for path in folder.glob("*/[!.]*")}
-    classes = {path.name for path in folder.glob("[!.]*")}
-    if others := there.difference(stems) | classes.difference(names):
+    others = there.difference(stems) | {path.name for path in folder.glob("[!.]*")}.difference(
+        names
+    )
+    if others:
         raise InputError(f"{folder} holds others, such as {min(others)}: choose another folder")
     for name in names:  # also without images: other libraries number the folders
         (folder / name).mkdir(parents=True, exist_ok=True)
