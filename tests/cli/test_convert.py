@@ -59,7 +59,7 @@ def test_a_vit_on_the_disk_becomes_a_folder(kind, vit, folder, tmp_path, capsys)
     config = resolve_input_data_config(model)
     assert (config["mean"], config["input_size"]) == ((0.1, 0.2, 0.3), (3, 32, 32))
     out = capsys.readouterr().out
-    errors = re.search(r"float32: (\S+) at most, (\S+) on average, for 32 images of noise", out)
+    errors = re.search(r"error (\S+) at most, (\S+) on average, .* of 32 images of noise\n", out)
     assert 0 < float(errors[2]) <= float(errors[1]) < 1e-2
     counts = [f"{sum(p.numel() for p in each.parameters()):,}" for each in (vit, model)]
     assert f"Parameters: {' -> '.join(counts)}\n" in out
@@ -73,7 +73,7 @@ def test_images_are_compared_and_the_result_can_be_inspected(folder, tmp_path, c
         image = Image.fromarray(generator.integers(0, 255, (40, 50, 3), np.uint8))
         image.save(photos / f"{index}.png")
     run(folder, tmp_path / "out", "--images", photos, "--batch-size", 5)
-    assert "for 6 images\nSame top-1 class: 100.00%\n" in capsys.readouterr().out
+    assert "and 100.00% with the same top-1 class, of 6 images\n" in capsys.readouterr().out
     inspect_tokens.main([str(tmp_path / "out"), str(photos), "--out", str(tmp_path / "seen")])
     assert json.loads((tmp_path / "seen/tokens.json").read_text())["theta"] == "gelu"
 

@@ -207,7 +207,7 @@ def test_broken_images_are_named_and_skipped(checkpoint, photos, tmp_path, capsy
     ("words", "said"),
     [
         (["--layer", "blocks.7.mlp"], "'blocks.7.mlp'.* blocks.2.mlp"),
-        (["--layer", "blocks.1.attn"], "choose a layer such as"),  # has layers, is none
+        (["--layer", "blocks.1.attn"], "choose one, such as"),  # has layers, is none
         (["--tokens", "5,192"], "no pair 192; give numbers from 0 to 191"),
         (["--tokens", "5,-1"], "--tokens"),
         (["--top", 33], "at most 32"),

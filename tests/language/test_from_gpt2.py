@@ -133,7 +133,7 @@ def test_the_command(tmp_path, capsys):
     out = capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(target)
     assert f"Parameters: {gpt2.num_parameters():,} -> {model.num_parameters():,}\n" in out
-    assert "on average, for 80 random tokens" in out
+    assert "same top-1 class, of 80 random tokens\n" in out
     assert ", with a tokenizer" in out
     assert relative_error(model, gpt2) < 2e-5
     assert model.generation_config.to_diff_dict() == gpt2.generation_config.to_diff_dict()

@@ -1,4 +1,4 @@
-"""Measure the accuracy of a trained TokenFormer with fewer pairs.
+"""Measure the accuracy of a trained TokenFormer with fewer pairs, without training it further.
 
 Give an exported folder and the data that the model was trained on::
 
@@ -9,15 +9,13 @@ prunes, but chooses how many pairs each layer keeps by the loss on these images,
 ``nested`` keeps the first pairs of a nested model. ``top-k`` keeps all pairs, but every token reads
 only the values of its strongest pairs; the gathers take longer than what they save.
 
-Nothing is trained afterwards. Accuracy is top-1 on the validation split of DATA, with the model's
-own preprocessing. "same" is the share of images that get the class which the original model gives.
-FLOPs are counted, not timed. The command writes compression.json and compression.png into --out,
-and with --save every smaller model, as a folder that timm and the other commands load.
+Accuracy is top-1 on the validation split. "same" is the share of images that get the class which
+the original model gives. FLOPs are counted, not timed. The command writes compression.json and
+compression.png into --out, and with --save every smaller model, as folders that timm loads.
 """
 
 import argparse
 import random
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +28,6 @@ from tokenformer_vit.vision.datasets import open_images
 from tokenformer_vit.vision.drawing import draw_compression
 
 from .arguments import Parser, add_model, whole_number
-
-_TABLE = "{:<7}{:>6}{:>10}{:>10}{:>10}{:>13}{:>9}{:>9}{:>8}"
-_TITLES = ("method", "keep", "q, k, v", "output", "FFN", "params", "GFLOPs", "top-1 %", "same %")
 
 
 def main(argv: list[str]) -> None:
@@ -71,19 +66,14 @@ def main(argv: list[str]) -> None:
     }
     write_record(out / "compression.json", record)
     draw_compression(record, out / "compression.png")
-    print(_TABLE.format(*_TITLES), *map(_row, record["points"]), sep="\n")
+    for point in record["points"]:
+        print("{method:<7} {keep:>5g} {parameters:>13,} parameters".format(**point), end="")
+        flops = f"{point['flops_per_image'] / 1e9:.4g} GFLOPs"
+        print(f"{flops:>14}, top-1 {point['top1']:.2f} %, same {point['agreement']:.2f} %")
     for each in made[1:] if args.save else ():
         if each.method != "top-k":
             save_model(each.model, out / f"{each.method}_{each.keep:g}")
     print(f"Done. In {out}: compression.json, compression.png" + ", models" * args.save)
-
-
-def _row(point: Mapping[str, Any]) -> str:
-    pairs = [point["pairs"][kind] for kind in compression.KINDS]
-    spans = [f"{min(each)}-{max(each)}" if isinstance(each, list) else each for each in pairs]
-    sizes = f"{point['parameters']:,}", f"{point['flops_per_image'] / 1e9:.4g}"
-    shares = f"{point['top1']:.2f}", f"{point['agreement']:.2f}"
-    return _TABLE.format(point["method"], f"{point['keep']:g}", *spans, *sizes, *shares)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -95,7 +85,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     what = "default: prune (nested for a nested model) and top-k"
     add("--method", nargs="+", choices=compression.METHODS, help=what)
     what = "of the pairs to keep or read; default: the sizes of a nested model, or 0.75 0.5 0.25"
-    add("--keep", nargs="+", type=_share, metavar="SHARE", help=f"shares {what}")
+    add("--keep", nargs="+", type=float, metavar="SHARE", help=f"shares {what}")
     kinds: Any = {"choices": compression.KINDS, "default": compression.KINDS}
     add("--kinds", nargs="+", **kinds, help="kinds of layers; default: all")
     add("--measure-on", metavar="FOLDER", help="training images; default: those of DATA")
@@ -103,10 +93,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--seed", type=whole_number(0), default=0, help="seed of the images; default: 0")
     add("--save", action="store_true", help="also write the smaller models")
     add("--out", type=Path, metavar="FOLDER", help="default: compression/ beside the checkpoint")
-    return parser.parse_args(argv)
-
-
-def _share(text: str) -> float:
-    if 0 < (share := float(text)) <= 1:
-        return share
-    raise argparse.ArgumentTypeError(f"{text} is not a share above 0 and at most 1")
+    args = parser.parse_args(argv)
+    if wrong := [share for share in args.keep or () if not 0 < share <= 1]:
+        parser.error(f"--keep: {wrong[0]} is not a share above 0 and at most 1")
+    return args

@@ -92,40 +92,37 @@ def _from_vit(args: argparse.Namespace, _: Any) -> None:
         args.model_kwargs |= {"num_classes": args.num_classes} if args.num_classes else {}
     vit: Any = load(*given, **args.model_kwargs).eval().to(args.device)
     model: Any = from_vit(vit)
+    size = vit.patch_embed.proj.in_channels, *resolve_input_data_config(vit)["input_size"][1:]
+    noise = torch.randn(32, *size, generator=torch.Generator().manual_seed(0)).to(args.device)
+    batches, what = noise.split(args.batch_size), "images of noise"
     if args.images:
-        paths = list_images(args.images)
-        batches, what = tensor_batches(vit, paths, args.batch_size, args.device), "images"
-    else:
-        size = vit.patch_embed.proj.in_channels, *resolve_input_data_config(vit)["input_size"][1:]
-        noise = torch.randn(32, *size, generator=torch.Generator().manual_seed(0))
-        batches, what = noise.to(args.device).split(args.batch_size), "images of noise"
-    facts = _compare(model, vit, batches, what)
-    # The name of a folder alone: its place is private.
-    about = {"Model": vit.pretrained_cfg["architecture"], "Weights": Path(args.source).name}
-    checkpoints.save_model(model.cpu(), args.target, facts={"Converted from": about | facts})
+        paths, what = list_images(args.images), "images"
+        batches = tensor_batches(vit, paths, args.batch_size, args.device)
+    facts = {"Model": vit.pretrained_cfg["architecture"], "Weights": Path(args.source).name}
+    facts["Outputs"] = _compare(model, vit, batches, what)
+    checkpoints.save_model(model.cpu(), args.target, facts={"Converted from": facts})
     print(f"Done. In {args.target}: model.safetensors, config.json and README.md")
 
 
 @torch.inference_mode()
-def _compare(model: Any, source: Any, batches: Iterable[Tensor], what: str) -> dict[str, str]:
-    """Compare the outputs of two models, print what was found, and return it for the card."""
+def _compare(model: Any, source: Any, batches: Iterable[Tensor], what: str) -> str:
+    """Compare the outputs of two models; print what was found, and return it for the card."""
     errors, same = [], []
     for batch in batches:
-        outputs = [getattr(out := each(batch), "logits", out).float() for each in (model, source)]
+        outputs = [getattr(out := each(batch), "logits", out).double() for each in (model, source)]
         same.append((outputs[0].argmax(dim=-1) == outputs[1].argmax(dim=-1)).flatten())
         if outputs[0].shape[-1] > 1:  # what is common to a row of logits changes nothing
             outputs = [each - each.mean(dim=-1, keepdim=True) for each in outputs]
-        ours, theirs = (each.double() for each in outputs)
-        errors.append(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).flatten())
-    error = torch.cat(errors)
+        change = (outputs[0] - outputs[1]).norm(dim=-1) / outputs[1].norm(dim=-1)
+        errors.append(change.flatten())
+    error, top1 = torch.cat(errors), torch.cat(same).double().mean()
     if not error.isfinite().all():
         raise InputError("the outputs are not finite: give weights of a training that converged")
-    found = f"{error.max():.1e} at most, {error.mean():.1e} on average, for {len(error)} {what}"
-    top1 = f"{torch.cat(same).double().mean():.2%}"
-    facts = {"Relative error of the outputs, in float32": found, "Same top-1 class": top1}
+    found = f"relative error {error.max():.1e} at most, {error.mean():.1e} on average, in float32, "
+    found += f"and {top1:.2%} with the same top-1 class, of {len(error)} {what}"
     old, new = (sum(p.numel() for p in each.parameters()) for each in (source, model))
-    print(f"Parameters: {old:,} -> {new:,}", *map(": ".join, facts.items()), sep="\n")
-    return facts
+    print(f"Parameters: {old:,} -> {new:,}\nOutputs: {found}")
+    return found
 
 
 def _from_gpt2(args: argparse.Namespace, language: Any) -> None:

@@ -32,8 +32,7 @@ METHODS = ("prune", "budget", "nested", "top-k")
 KINDS = tuple(COUNTS)
 
 Batch = tuple[Tensor, Tensor]  # images and labels
-# Numbers of pairs by name of the model's argument, with one number for each block.
-Numbers = dict[str, list[int]]
+Numbers = dict[str, list[int]]  # of pairs, for each block, by name of the model's argument
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,8 @@ class Candidate:
         with self.reading():
             scores = self.model(images).float()
         if not scores.isfinite().all():
-            what = f"{self.method}, {self.keep:g} of its pairs"
-            raise InputError(
-                f"the model's output is not finite ({what}): use an earlier checkpoint"
-            )
+            what = f"{self.method}, {self.keep:g} of the pairs"
+            raise InputError(f"the output is not finite ({what}): use an earlier checkpoint")
         return scores
 
     @contextmanager
@@ -132,9 +129,8 @@ def candidates(
     for method in methods:
         if method == "nested" and not is_nested(model):
             raise InputError("the model was not trained with nested sizes: use prune or budget")
-        counts: list[Any] = [{COUNTS[k]: _share(pairs[k], keep) for k in kinds} for keep in shares]
-        if method == "budget":
-            counts = choose_counts(model, shares, loss, kinds)
+        counts: Any = [{COUNTS[k]: _share(pairs[k], keep) for k in kinds} for keep in shares]
+        counts = choose_counts(model, shares, loss, kinds) if method == "budget" else counts
         for keep, numbers in zip(shares, counts, strict=True):
             read = dict.fromkeys(kinds, keep)
             if method == "top-k":
@@ -179,9 +175,8 @@ def choose_counts(
     for share in shares:
         while spent > share * whole and queue:
             rise, part, measured, after = heapq.heappop(queue)
-            number = min(
-                groups[part], pairs[part] - 1, math.ceil((spent - share * whole) / cost[part])
-            )
+            excess = math.ceil((spent - share * whole) / cost[part])
+            number = min(groups[part], pairs[part] - 1, excess)
             if number < 1:
                 continue  # the layer keeps its last pair
             if measured == steps:

@@ -109,10 +109,8 @@ def _find_layer(model: nn.Module, name: str | None) -> tuple[str, Pattention]:
         # affect a head that reads the class token.
         name = f"blocks.{len(model.blocks) // 2}.mlp"  # type: ignore[arg-type]
     if name not in layers:
-        close = get_close_matches(name, layers) or list(layers)[-5:]
-        raise InputError(
-            f"the model has no Pattention layer {name!r}; choose a layer such as {', '.join(close)}"
-        )
+        few = ", ".join(get_close_matches(name, layers) or list(layers)[-5:])
+        raise InputError(f"the model has no Pattention layer {name!r}; choose one, such as {few}")
     return name, layers[name]
 
 
