@@ -9,6 +9,7 @@ this list of words with ``Parser(prog="tokenformer-vit NAME", description=__doc_
 other exception keeps its traceback. Commands print plain lines.
 """
 
+import argparse
 import difflib
 import io
 import os
@@ -45,9 +46,8 @@ COMMANDS = {
 
 def run(main: Callable[[list[str]], Any], argv: Sequence[str] | None = None) -> None:
     """Run the ``main`` of a command with the words ``argv``, by default those of this process."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # which may be in ASCII, unlike names of files
-            stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # which may be in ASCII, unlike names of files
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         main(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -70,18 +70,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _main(words: list[str]) -> None:
     listed = "\n".join(f"  {name:<14}{text}" for name, (_, text) in COMMANDS.items())
     what = f"TokenFormer vision transformers and language models.\n\ncommands:\n{listed}"
-    parser = Parser(prog="tokenformer-vit", usage="%(prog)s COMMAND ...", description=what)
-    version = f"%(prog)s {tokenformer_vit.__version__}"
-    parser.add_argument("--version", action="version", version=version)
-    if not words or words[0].startswith("-"):
-        parser.parse_args(words or ["--help"])
-    name, *rest = words
-    if name not in COMMANDS:
-        close = ", ".join(difflib.get_close_matches(name, COMMANDS))
-        parser.error(f"there is no command {name!r}" + f"; did you mean {close}?" * bool(close))
+    parser = Parser(prog="tokenformer-vit", description=what)
+    parser.add_argument("--version", action="version", version=tokenformer_vit.__version__)
+    parser.add_argument("command", metavar="COMMAND")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="see `COMMAND --help`")
+    args = parser.parse_args(words or ["--help"])
+    if args.command not in COMMANDS:
+        close = ", ".join(difflib.get_close_matches(args.command, COMMANDS)) or "see --help"
+        raise InputError(f"there is no command {args.command!r}; did you mean {close}?")
     try:
-        module = import_module(f".{COMMANDS[name][0]}", __name__)
+        module = import_module(f".{COMMANDS[args.command][0]}", __name__)
     except ModuleNotFoundError as error:
         way = "in the clone, run pip install '.[train]', or '.[evaluation]' for language models"
         raise InputError(f"{error}: {way}") from error
-    module.main(rest)
+    module.main(args.words)

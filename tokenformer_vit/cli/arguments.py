@@ -48,13 +48,9 @@ def key_value(text: str) -> str:
 
 
 # How --model-kwargs is read.
-MODEL_KWARGS: dict[str, Any] = {
-    "nargs": "+",
-    "type": key_value,
-    "action": ParseKwargs,
-    "default": {},
-    "metavar": "KEY=VALUE",
-    "help": "arguments of the model, such as img_size=32 patch_size=4",
+MODEL_KWARGS: Any = {
+    **{"nargs": "+", "type": key_value, "action": ParseKwargs, "default": {}},
+    **{"metavar": "KEY=VALUE", "help": "arguments of it, such as img_size=32 patch_size=4"},
 }
 
 

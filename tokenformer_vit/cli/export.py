@@ -1,13 +1,11 @@
 """Convert a checkpoint: from training to timm, or from timm to mmpretrain.
 
-A folder for timm and the other commands, from any checkpoint of a run::
+OUT is a folder for timm and the other commands, with the weights that the run validates (averaged
+ones, if it averages) and config.json: architecture, arguments, preprocessing, class names::
 
     tokenformer-vit export work_dirs/run/epoch_3.pth exported
 
-The folder gets model.safetensors (the weights that the run validates: averaged ones, if it
-averages) and config.json (architecture, arguments, preprocessing, class names).
-
-A checkpoint for mmpretrain (load_from, init_cfg), from a folder or a checkpoint of timm::
+Or it is a checkpoint for mmpretrain (load_from, init_cfg), from a folder or a checkpoint of timm::
 
     tokenformer-vit export exported start.pth
 """
@@ -38,16 +36,14 @@ def main(argv: list[str]) -> None:
         raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
     model = checkpoints.load_model(args.model, args.checkpoint)
     if args.target.suffix == ".pth":
-        content, what = classifier_checkpoint(model), "the state dict of an mmpretrain classifier"
         with whole_file(args.target) as file:
-            torch.save(content, file)
+            torch.save(classifier_checkpoint(model), file)
     else:
         source = args.checkpoint
         content = checkpoints.read_checkpoint(source) if source.is_file() else {}
         facts = content.get(checkpoints.DESCRIPTION, {}).get("card")
         checkpoints.save_model(model, args.target, facts=facts)
-        what = "model.safetensors, config.json and README.md"
-    print(f"Done. In {args.target}: {what}")
+    print(f"Done: {args.target}")
 
 
 def classifier_checkpoint(model: Any) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""Run lm-evaluation-harness, which finds only models that are imported, with our models.
-
-tokenformer-vit lm-eval run --model hf --model_args pretrained=work_dirs/run --tasks piqa boolq
-"""
+"""Run lm-evaluation-harness, which finds only models that are imported, with our models."""
 
 import sys
 
@@ -11,6 +8,6 @@ from tokenformer_vit import language  # noqa: F401  # registers the models
 
 
 def main(argv: list[str]) -> None:
-    """Run the harness with its own arguments."""
+    """Run the harness with its own words."""
     sys.argv = ["lm-eval", *argv]
     cli_evaluate()

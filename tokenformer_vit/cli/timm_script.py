@@ -1,6 +1,4 @@
-"""Run a script of timm, which finds only models that are imported, with our models.
-
-tokenformer-vit timm path/to/validate.py DATA --model tokenformer_base ...
+"""Run a script of timm, such as its train.py, with the TokenFormer models registered.
 
 timm's wheel has no scripts: get them from https://github.com/huggingface/pytorch-image-models.
 """
@@ -23,4 +21,4 @@ def main(argv: list[str]) -> None:
         parser.error(f"there is no script {args.script}")
     sys.argv = [str(args.script), *args.words]
     sys.path.insert(0, str(args.script.resolve().parent))
-    runpy.run_path(str(args.script), run_name="__main__")
+    runpy.run_path(sys.argv[0], run_name="__main__")

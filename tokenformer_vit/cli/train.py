@@ -15,9 +15,9 @@ from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
-from mmengine.config import Config
 from mmengine.dist import broadcast_object_list
 
 from tokenformer_vit.errors import InputError
@@ -33,35 +33,6 @@ _RESULTS = ("model.safetensors", "config.json", "curves.png", "record.json")
 
 def main(argv: list[str]) -> None:
     """Run the command."""
-    args = _parse(argv)
-    first = distributed.is_first(args.launcher)
-    start = Start(args.model, args.checkpoint, args.freeze)
-    if Path(args.config).is_dir():
-        args.work_dir = args.work_dir or f"work_dirs/{Path(args.config).resolve().name}"
-        args.config = configure_folder(args.config, args.work_dir, start, args.resume, first)
-    elif start != Start():
-        raise InputError("--model, --checkpoint and --freeze need a folder of images, no config")
-    cfg = _configure(args)
-    if first:
-        config.check_folders(cfg, ("train_dataloader", "val_dataloader"))
-    work_dir = Path(cfg.work_dir)
-    make_folder(work_dir, "--work-dir")
-    distributed.start_processes(cfg)
-    # A refused run leaves the file of the former one; a copy of the file starts a new run.
-    begin = partial(config.write_config, copy.deepcopy(cfg)) if first else None
-    with locked_folder(work_dir) if first else nullcontext():
-        if first:
-            config.choose_checkpoint(cfg, args.resume)
-        chosen = [cfg.resume, cfg.load_from]
-        broadcast_object_list(chosen)
-        cfg.resume, cfg.load_from = chosen
-        runner = run_training(cfg, begin)
-    if runner.rank == 0:
-        written = ", ".join(name for name in _RESULTS if (work_dir / name).is_file())
-        print(f"\nDone. In {work_dir}: {written}, checkpoints (*.pth), and logs")
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="tokenformer-vit train", description=__doc__)
     add = parser.add_argument
     add("config", metavar="CONFIG", help="config, such as configs/imagenet_base.py, or a folder")
@@ -76,13 +47,44 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--model", metavar="NAME", help="a TokenFormer or ViT (default: a small TokenFormer)")
     add("--checkpoint", type=Path, metavar="FILE", help="trained model to fine-tune")
     add("--freeze", action="store_true", help="train only the head of --checkpoint")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+
+    first, start = (
+        distributed.is_first(args.launcher),
+        Start(args.model, args.checkpoint, args.freeze),
+    )
+    if Path(args.config).is_dir():
+        args.work_dir = args.work_dir or f"work_dirs/{Path(args.config).resolve().name}"
+        args.config = configure_folder(args.config, args.work_dir, start, args.resume, first)
+    elif start != Start():
+        raise InputError("--model, --checkpoint and --freeze need a folder of images, no config")
+    cfg = _configure(args)
+    work_dir = Path(cfg.work_dir)
+    if first:
+        config.check_folders(cfg, ("train_dataloader", "val_dataloader"))
+        make_folder(work_dir, "--work-dir")
+    distributed.start_processes(cfg)
+    # A refused run leaves the file of the former one; a copy of the file starts a new run.
+    begin = partial(config.write_config, copy.deepcopy(cfg)) if first else None
+    with locked_folder(work_dir) if first else nullcontext():
+        if first:
+            config.choose_checkpoint(cfg, args.resume)
+        chosen = [cfg.resume, cfg.load_from]
+        broadcast_object_list(chosen)
+        cfg.resume, cfg.load_from = chosen
+        run_training(cfg, begin)
+    if first:
+        written = [name for name in _RESULTS if (work_dir / name).is_file()]
+        print(f"\nDone. In {work_dir}: {', '.join(written)}, checkpoints (*.pth), and logs")
 
 
-def _configure(args: argparse.Namespace) -> Config:
+def _configure(args: argparse.Namespace) -> Any:
     """Read the config, and let the options change it."""
-    typed = {"randomness.seed": args.seed, "train_dataloader.batch_size": args.batch_size}
-    options = (args.cfg_options or {}) | {k: v for k, v in typed.items() if v is not None}
+    options = args.cfg_options or {}
+    if args.seed is not None:
+        options["randomness.seed"] = args.seed
+    if args.batch_size:
+        options["train_dataloader.batch_size"] = args.batch_size
     cfg = config.load_config(args.config, options, args.data_root, args.work_dir, args.compile)
     cfg.launcher = args.launcher
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
