@@ -18,12 +18,12 @@ import io
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import timm
@@ -35,52 +35,56 @@ import tokenformer_vit
 from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.models.compilation import blocks_of
 from tokenformer_vit.ops import THETAS, default_tau, pattention
+from tokenformer_vit.records import environment
 
 RECORD = Path(__file__).with_suffix(".json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NAMES = ("output", "x", "keys", "values", "tau")
 ROUNDS = 11
+
+
+def ratios_in_turn(models: list, time_of: Callable[..., float], rounds: int) -> list[float]:
+    """Time two models in turn; return the sorted ratios of the second's time to the first's."""
+    ratios = []
+    for round_ in range(rounds + 2):
+        order = models if round_ % 2 else models[::-1]
+        times = {id(model): time_of(model) for model in order}
+        ratios.append(times[id(models[1])] / times[id(models[0])])
+    return sorted(ratios[2:])  # the first two are warm-up
 
 
 def measure_errors() -> dict[str, dict[str, dict[str, float]]]:
     """Return relative errors by Θ and dtype: over 64 draws, of outputs and gradients."""
+    thetas = [theta for theta in THETAS if THETAS[theta].norm_order]  # else τ has no gradient
     return {
         theta: {name: theta_errors(theta, dtype) for name, dtype in DTYPES.items()}
-        for theta in THETAS
-        if THETAS[theta].norm_order  # which the record has; without a norm τ has no gradient
+        for theta in thetas
     }
 
 
 def theta_errors(theta: str, dtype: torch.dtype, draws: int = 64) -> dict[str, float]:
     """Return the relative errors of one Θ in one dtype; inputs are drawn in that dtype."""
-    wrong: dict[str, float] = {}
-    size: dict[str, float] = {}
+    wrong, size = dict.fromkeys(NAMES, 0.0), dict.fromkeys(NAMES, 0.0)
     for seed in range(draws):
         random = torch.Generator().manual_seed(seed)
-        shapes = {"x": (256, 96), "keys": (384, 96), "values": (384, 96), "grad": (256, 96)}
-        drawn = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
-        drawn["keys"] /= 96**0.5
-        drawn = {name: tensor.to(dtype) for name, tensor in drawn.items()}
-        tau = torch.tensor(default_tau(theta, 384))
-        exact = outputs_and_gradients({k: v.double() for k, v in drawn.items()}, theta, tau)
-        ours = outputs_and_gradients(drawn, theta, tau)
-        for name, truth in exact.items():
-            error = ours[name].double() - truth
-            wrong[name] = wrong.get(name, 0) + float(error.square().sum())
-            size[name] = size.get(name, 0) + float(truth.square().sum())
-    return {name: (wrong[name] / size[name]) ** 0.5 for name in wrong}
+        shapes = [(256, 96), (384, 96), (384, 96), (256, 96)]
+        x, keys, values, grad = (torch.randn(shape, generator=random) for shape in shapes)
+        drawn = [each.to(dtype) for each in (x, keys / 96**0.5, values, grad)]
+        exact = outputs_and_gradients([each.double() for each in drawn], theta)
+        for name, ours, truth in zip(
+            NAMES, outputs_and_gradients(drawn, theta), exact, strict=True
+        ):
+            wrong[name] += float((ours.double() - truth).square().sum())
+            size[name] += float(truth.square().sum())
+    return {name: (wrong[name] / size[name]) ** 0.5 for name in NAMES}
 
 
-def outputs_and_gradients(
-    drawn: dict[str, torch.Tensor], theta: str, tau: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def outputs_and_gradients(drawn: list[torch.Tensor], theta: str) -> list[torch.Tensor]:
     """Return the output of one layer and the gradients of its inputs and τ."""
-    leaves = [drawn[name].clone().requires_grad_() for name in ("x", "keys", "values")]
-    leaves.append(tau.clone().requires_grad_())
+    tau = torch.tensor(default_tau(theta, 384))
+    leaves = [each.clone().requires_grad_() for each in (*drawn[:3], tau)]
     output = pattention(*leaves[:3], theta, leaves[3])
-    grads = torch.autograd.grad(output, leaves, drawn["grad"])
-    return {"output": output.detach()} | dict(
-        zip(("x", "keys", "values", "tau"), grads, strict=True)
-    )
+    return [output.detach(), *torch.autograd.grad(output, leaves, drawn[3])]
 
 
 @torch.no_grad()
@@ -102,21 +106,15 @@ def measure_speed() -> dict[str, dict[str, float]]:
     """Return the median ratio of the ViT's time to ours, 1 for as fast, by case and mode."""
     micro = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 3}
     base = {"depth": 2, "num_classes": 10}
-    cases = {
-        "base_matched, 2 blocks, float32": ("tokenformer_base_matched", base, base, 4, None),
-        "base_matched, 2 blocks, bfloat16": ("tokenformer_base_matched", base, base, 4, 1),
-        "cifar10_micro, float32": (
-            "tokenformer_cifar10_micro",
-            {},
-            {**micro, "num_classes": 10},
-            64,
-            None,
-        ),
+    own, vit = "tokenformer_base_matched", {**micro, "num_classes": 10}
+    return {
+        "base_matched, 2 blocks, float32": compare(own, base, base, 4, False),
+        "base_matched, 2 blocks, bfloat16": compare(own, base, base, 4, True),
+        "cifar10_micro, float32": compare("tokenformer_cifar10_micro", {}, vit, 64, False),
     }
-    return {name: compare(*case) for name, case in cases.items()}
 
 
-def compare(name: str, own: dict, vit: dict, batch: int, bfloat16: int | None) -> dict[str, float]:
+def compare(name: str, own: dict, vit: dict, batch: int, bfloat16: bool) -> dict[str, float]:
     """Time a TokenFormer and a ViT in turn, both compiled by block with the same attention."""
     set_fused_attn(not bfloat16)  # products are faster in bfloat16 on a CPU; for both models
     torch.manual_seed(0)
@@ -132,7 +130,7 @@ def compare(name: str, own: dict, vit: dict, batch: int, bfloat16: int | None) -
         begin = time.perf_counter()
         with (
             torch.set_grad_enabled(train),
-            torch.autocast("cpu", torch.bfloat16, enabled=bool(bfloat16)),
+            torch.autocast("cpu", torch.bfloat16, enabled=bfloat16),
         ):
             output = model(images)
         if train:
@@ -143,12 +141,8 @@ def compare(name: str, own: dict, vit: dict, batch: int, bfloat16: int | None) -
 
     result = {}
     for mode in ("train", "inference"):
-        ratios = []
-        for round_ in range(ROUNDS + 2):
-            order = models if round_ % 2 else models[::-1]
-            times = {id(model): min(step(model, mode == "train") for _ in "ab") for model in order}
-            ratios.append(times[id(models[1])] / times[id(models[0])])
-        ordered = sorted(ratios[2:])
+        train = mode == "train"
+        ordered = ratios_in_turn(models, lambda m, t=train: min(step(m, t), step(m, t)), ROUNDS)
         result[mode] = statistics.median(ordered)
         result[f"{mode} p20"], result[f"{mode} p80"] = ordered[2], ordered[-3]
     return {key: round(value, 3) for key, value in result.items()}
@@ -187,19 +181,13 @@ def measure_decoding() -> dict[str, float]:
             token = output.logits[:, -1].argmax(-1, keepdim=True)
         return time.perf_counter() - begin
 
-    ratios = []
-    for round_ in range(2 * ROUNDS):
-        order = models if round_ % 2 else models[::-1]
-        times = {id(model): decode(model) for model in order}
-        ratios.append(times[id(models[0])] / times[id(models[1])])
+    ratios = ratios_in_turn(models[::-1], decode, 2 * ROUNDS - 2)
     torch.set_num_threads(threads)
-    return {"ours / Transformer": round(statistics.median(ratios[2:]), 3)}
+    return {"ours / Transformer": round(statistics.median(ratios), 3)}
 
 
 def count_calls() -> int:
     """Return how many Python functions of this package one block calls in a forward pass."""
-    import sys
-
     block = blocks_of(timm.create_model("tokenformer_tiny", img_size=32))[0].train()
     x = torch.randn(2, 5, 192, requires_grad=True)
     block(x)
@@ -238,19 +226,14 @@ def measure_training() -> dict[str, list[float]]:
 def compare_with_record(measured: dict) -> None:
     """Say how errors and classes differ from the record."""
     known = json.loads(RECORD.read_text(encoding="utf-8"))
-    worst = (
-        max(
-            (error / known["errors"][theta][dtype][name], theta, dtype, name)
-            for theta, dtypes in measured.get("errors", {}).items()
-            if theta in known["errors"]
-            for dtype, errors in dtypes.items()
-            for name, error in errors.items()
-        )
-        if "errors" in measured
-        else None
-    )
-    if worst:
-        print(f"largest error relative to the record: {worst}")
+    relative = [
+        (error / known["errors"][theta][dtype][name], theta, dtype, name)
+        for theta in known["errors"].keys() & measured.get("errors", {}).keys()
+        for dtype in DTYPES
+        for name, error in measured["errors"][theta][dtype].items()
+    ]
+    if relative:
+        print(f"largest error relative to the record: {max(relative)}")
     if "classes" in measured:
         other = sum(a != b for a, b in zip(measured["classes"], known["classes"], strict=True))
         print(f"other classes than the record: {other}")
@@ -276,10 +259,7 @@ def main() -> None:
     print(json.dumps({k: v for k, v in measured.items() if k != "classes"}, indent=1))
     if args.record:
         old = json.loads(args.record.read_text()) if args.record.exists() else {}
-        root = Path(tokenformer_vit.__file__).parents[1]
-        commit = subprocess.check_output(["git", "-C", root, "rev-parse", "HEAD"], text=True)
-        about = {"commit": commit[:7], "torch": torch.__version__, "timm": timm.__version__}
-        about |= {"python": platform.python_version(), "threads": torch.get_num_threads()}
+        about = {**environment("cpu"), "threads": torch.get_num_threads()}
         args.record.write_text(json.dumps({**old, "about": about, **measured}) + "\n")
     elif RECORD.exists():
         compare_with_record(measured)

@@ -43,19 +43,15 @@ def seed(session_seed: int) -> int:
 
 
 class Done(NamedTuple):
-    """How a command ended, and what it printed.
-
-    Args:
-        status: Exit status, or minus the signal that ended the process.
-        out: Its stdout.
-        err: Its stderr.
-        output: Both in their order; stdout first if it ran in a process.
-    """
+    """Exit status of a command, or minus the signal that ended it, and what it printed."""
 
     status: int
     out: str
     err: str
-    output: str
+
+    @property
+    def output(self) -> str:
+        return self.out + self.err
 
 
 def _fork(work: Callable[[], object]) -> Done:
@@ -86,16 +82,12 @@ def _fork(work: Callable[[], object]) -> Done:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         out.seek(0)
         err.seek(0)
-        texts = out.read(), err.read()
-    return Done(status, *texts, "".join(texts))
+        return Done(status, out.read(), err.read())
 
 
 @pytest.fixture
 def in_another_process() -> Callable[[Callable[[], object]], Done]:
-    """Run a function in a fork; importing it all again would take seconds.
-
-    A fork does not inherit locks.
-    """
+    """Run a function in a fork; importing it all again would take seconds."""
     return _fork
 
 
@@ -148,36 +140,22 @@ def hub(tmp_path, monkeypatch) -> Path:
     return folder / "snapshots" / commit
 
 
-class _Printed(io.StringIO):
-    def __init__(self, together: io.StringIO) -> None:
-        super().__init__()
-        self.together = together
-
-    def write(self, text: str) -> int:
-        self.together.write(text)
-        return super().write(text)
-
-
 class Command:
-    """Our commands: run within this process, which is faster, or started as a user does."""
+    """Our commands, by module: run within this process, which is faster, or as a user does."""
 
-    numbers = itertools.count()
-
-    def __call__(self, tool: str, *words: object) -> Done:
+    def __call__(self, module: str, *words: object) -> Done:
         """Run to the end within this process."""
         from tokenformer_vit import cli
 
-        name = self.name(tool)
-        together, status, threads = io.StringIO(), 0, torch.get_num_threads()
-        out, err = _Printed(together), _Printed(together)
+        out, err, status, threads = io.StringIO(), io.StringIO(), 0, torch.get_num_threads()
         with ExitStack() as stack:
             stack.enter_context(redirect_stdout(out))
             stack.enter_context(redirect_stderr(err))
-            argv = ["tokenformer-vit", name, *map(str, words)]
+            argv = ["tokenformer-vit", self.name(module), *map(str, words)]
             stack.enter_context(patch.object(sys, "argv", argv))
-            if tool == "train":
-                self._name_runs(stack)
-                self._format_configs_once(stack)
+            if module == "train":
+                _name_runs(stack)
+                _format_configs_once(stack)
             torch.set_num_threads(1)  # as many as a process has: sums in the same order
             try:
                 cli.main()
@@ -186,74 +164,70 @@ class Command:
             finally:
                 torch.set_num_threads(threads)
                 torch.use_deterministic_algorithms(False)
-        return Done(status, out.getvalue(), err.getvalue(), together.getvalue())
+        return Done(status, out.getvalue(), err.getvalue())
 
     def start(
         self,
-        tool: str,
+        module: str,
         *words: object,
         launcher: Sequence[str] = (),
         environment: dict[str, str] | None = None,
         **how: Any,
     ) -> subprocess.Popen:
         """Start a process, whose stdout and stderr are pipes."""
-        own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
-        return subprocess.Popen(
-            [
-                *(sys.executable, *launcher, "-m", "tokenformer_vit", self.name(tool)),
-                *map(str, words),
-            ],
-            **{
-                "env": {**os.environ, **own, **(environment or {})},
-                "stdout": subprocess.PIPE,
-                "stderr": subprocess.PIPE,
-                "text": True,
-                **how,
-            },
-        )
+        own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **how}
+        line = [sys.executable, *launcher, "-m", "tokenformer_vit", self.name(module)]
+        return subprocess.Popen([*line, *map(str, words)], env={**os.environ, **own}, **pipes)
 
-    def process(self, tool: str, *words: object, launcher: Sequence[str] = (), **how: Any) -> Done:
+    def process(
+        self, module: str, *words: object, launcher: Sequence[str] = (), **how: Any
+    ) -> Done:
         """Run to the end in a process: a fork, or a new one if a launcher starts it."""
         if not launcher:
-            return _fork(lambda: self.run_file(tool, *words))
-        with self.start(tool, *words, launcher=launcher, **how) as process:
+            return _fork(lambda: self.run_file(module, *words))
+        with self.start(module, *words, launcher=launcher, **how) as process:
             out, err = process.communicate(timeout=240)
-        return Done(process.returncode, out, err or "", out + (err or ""))
+        return Done(process.returncode, out, err or "")
 
-    def run_file(self, tool: str, *words: object) -> None:
+    def run_file(self, module: str, *words: object) -> None:
         """Run a command as Python does; for a process that then ends."""
-        sys.argv = ["tokenformer-vit", self.name(tool), *map(str, words)]
+        sys.argv = ["tokenformer-vit", self.name(module), *map(str, words)]
         runpy.run_module("tokenformer_vit", run_name="__main__")
 
     @staticmethod
-    def name(tool: str) -> str:
+    def name(module: str) -> str:
         """Return the name of the command in a module."""
-        from tokenformer_vit import cli
+        from tokenformer_vit.cli import COMMANDS
 
-        return next(name for name, (module, _) in cli.COMMANDS.items() if module == tool)
+        return next(name for name, (place, _) in COMMANDS.items() if place == module)
 
-    def _name_runs(self, stack: ExitStack) -> None:
-        runner = import_module("tokenformer_vit.training.runner").TrainingRunner
-        from_cfg = runner.from_cfg
 
-        def named(cfg):
-            # mmengine keeps what it logs by this name, for the whole process; by itself it takes
-            # the second in which a run began.
-            cfg.experiment_name = f"run_{next(self.numbers)}"
-            return from_cfg(cfg)
+_numbers = itertools.count()
 
-        stack.enter_context(patch.object(runner, "from_cfg", named))
 
-    def _format_configs_once(self, stack: ExitStack) -> None:
-        module = import_module("yapf.yapflib.yapf_api")
-        real, done = module.FormatCode, {}
+def _name_runs(stack: ExitStack) -> None:
+    """Give each run a name: mmengine logs by it, and takes the second in which a run began."""
+    runner = import_module("tokenformer_vit.training.runner").TrainingRunner
+    from_cfg = runner.from_cfg
 
-        def format_code(text, **how):
-            if text not in done:  # six times the same in a run; each takes 0.1 s
-                done[text] = real(text, **how)
-            return done[text]
+    def named(cfg):
+        cfg.experiment_name = f"run_{next(_numbers)}"
+        return from_cfg(cfg)
 
-        stack.enter_context(patch.object(module, "FormatCode", format_code))
+    stack.enter_context(patch.object(runner, "from_cfg", named))
+
+
+def _format_configs_once(stack: ExitStack) -> None:
+    """Format a config once in a run, and not six times; each takes 0.1 s."""
+    module = import_module("yapf.yapflib.yapf_api")
+    real, done = module.FormatCode, {}
+
+    def format_code(text, **how):
+        done[text] = done.get(text) or real(text, **how)
+        return done[text]
+
+    stack.enter_context(patch.object(module, "FormatCode", format_code))
 
 
 @pytest.fixture(scope="session")

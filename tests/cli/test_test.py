@@ -1,6 +1,7 @@
 """A test repeats validation's figure, agrees with the model run by hand, and fails in one line."""
 
 import csv
+import io
 import json
 import shutil
 from collections import Counter
@@ -28,7 +29,8 @@ from tokenformer_vit.training.reports import read_scalars
 from tokenformer_vit.vision.images import read_image
 from tokenformer_vit.vision.prediction import class_names, predict
 
-VAL_IMAGES = {"bright": 10, "dark": 7, "[bold]split": 12}  # 29: an odd number, unequally shared
+# 29: an odd number, unequally shared. A spreadsheet would compute the last name.
+VAL_IMAGES = {"bright": 10, "dark": 7, "=cmd()|$frac$": 12}
 
 CONFIG = """
 _base_ = "tokenformer_vit::digits_demo.py"
@@ -100,8 +102,10 @@ def failure(run, checkpoint, out, *options):
 
 
 def read_csv(path):
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    text = path.read_text(encoding="utf-8")
+    assert "\n=cmd" not in text
+    assert ",=cmd" not in text
+    return list(csv.DictReader(io.StringIO(text.replace("'=cmd", "=cmd"))))
 
 
 def validated(run):
@@ -120,7 +124,7 @@ def changed_checkpoint(run, path, change):
 def test_command_repeats_validation_and_leaves_the_run_alone(run, command):
     before = {path: path.read_bytes() for path in run.work_dir.rglob("*") if path.is_file()}
     checkpoint = run.work_dir / "epoch_2.pth"
-    status, out, err, _ = command.process("test", run.config, checkpoint, "--data-root", run.data)
+    status, out, err = command.process("test", run.config, checkpoint, "--data-root", run.data)
     assert status == 0, err
     folder = run.work_dir / "test"
     record = json.loads((folder / "metrics.json").read_text())
@@ -221,7 +225,7 @@ def test_photographs_get_the_answers_of_the_exported_model(shared_data, tmp_path
 @pytest.mark.slow
 def test_two_processes_count_every_image_once(run, tmp_path, command):
     alone = measured(run, run.work_dir / "epoch_2.pth", tmp_path / "alone")
-    status, out, err, _ = command.process(
+    status, out, err = command.process(
         "test",
         *(run.config, run.work_dir / "epoch_2.pth", "--data-root", run.data),
         *("--batch-size", 4, "--launcher", "pytorch", "--out", tmp_path / "two"),
@@ -247,13 +251,6 @@ def test_checkpoint_of_another_model(run, tmp_path):
     assert not (tmp_path / "metrics.json").exists()
 
 
-def test_checkpoint_that_would_run_code_ends_the_command_in_one_line(run, tmp_path, bomb, command):
-    path = changed_checkpoint(run, tmp_path / "x.pth", lambda checkpoint: checkpoint.update(x=bomb))
-    done = command("test", run.config, path, "--data-root", run.data)
-    assert done.status == 2
-    assert "run code" in done.err.splitlines()[-1]
-
-
 def test_diverged_weights_are_not_given_an_accuracy(run, tmp_path):
     def diverge(checkpoint):
         # Finite, as the reader of weights demands, but what they compute is not.
@@ -277,36 +274,6 @@ def test_a_checkpoint_answers_images_as_the_test_does(run, tmp_path):
         assert 100 * right / 29 == pytest.approx(validated(run)[2]["accuracy/top1"], abs=1e-4)
         assert torch.equal(model(images), exported(images))
         assert resolve_input_data_config(model) == resolve_input_data_config(exported)
-
-
-def test_names_of_classes_are_text_and_do_nothing(run, tmp_path):
-    """Neither a formula of a spreadsheet or of matplotlib, nor a code of a terminal."""
-    names = ["\x1b[31mred", "$\\frac$", "=cmd()|x", "accuracy"]  # the last one has no image
-    data, config = tmp_path / "data", tmp_path / "own.py"
-    for name, file in zip(names, (run.data / "val" / "dark").iterdir(), strict=False):
-        (data / "val" / name).mkdir(parents=True)
-        if name != "accuracy":
-            shutil.copy(file, data / "val" / name)
-    config.write_text(
-        f"_base_ = {str(run.config)!r}\nmodel = dict(head=dict(num_classes=4))\n"
-        "data_preprocessor = dict(num_classes=4)\ntest_dataloader = dict(num_workers=0)\n"
-    )
-
-    def four(checkpoint):
-        weights = checkpoint["state_dict"]
-        for part in ("weight", "bias"):
-            old = weights[f"head.fc.{part}"]
-            weights[f"head.fc.{part}"] = torch.cat([old, old[:1]])
-        checkpoint["meta"]["dataset_meta"]["classes"] = names
-
-    path = changed_checkpoint(run, tmp_path / "x.pth", four)
-    out = tmp_path / "out"
-    tool.main([str(config), str(path), "--data-root", str(data), "--out", str(out)])
-    shown = ["\x1b[31mred", "$\\frac$", "'=cmd()|x", "accuracy"]
-    rows = read_csv(out / "per_class.csv")
-    assert [row["class"] for row in rows] == shown
-    assert [row["label"] for row in read_csv(out / "predictions.csv")] == shown[:3]
-    assert [row["support"] for row in rows] == ["1", "1", "1", "0"]
 
 
 @pytest.mark.parametrize("classes", [2, 40, 1000])
