@@ -36,7 +36,7 @@ def pairs_of_models() -> Iterator[Variant]:
 
 
 QUESTIONS = (
-    Question("budget", "Equal budgets", __doc__, tuple(pairs_of_models()), same_size=False),
+    Question("budget", "Equal budgets", str(__doc__), tuple(pairs_of_models()), same_size=False),
 )
 
 if __name__ == "__main__":

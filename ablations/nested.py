@@ -109,7 +109,7 @@ VARIANTS = (
     *grown("grown"),
     *(Variant(f"vit_{100 * s:g}", f"ViT, {s:g}", narrow_vit(s)) for s in SIZES),
 )
-QUESTIONS = (Question("nested", "Nested sizes", __doc__, VARIANTS, same_size=False),)
+QUESTIONS = (Question("nested", "Nested sizes", str(__doc__), VARIANTS, same_size=False),)
 
 if __name__ == "__main__":
     main(QUESTIONS)

@@ -13,14 +13,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
-from mmengine.runner import IterBasedTrainLoop
 from mmpretrain.models.peft import LoRAModel
 from mmpretrain.models.peft.lora import LoRALinear
 from mmpretrain.registry import DATASETS, MODELS
@@ -168,18 +166,17 @@ class NoiseHook(Hook):
 class DiagnosticsHook(Hook):
     """Measure the Pattention layers during a run, into ``diagnostics.jsonl``.
 
-    Before training, after the first, every ``interval``-th and the last epoch, or iteration of a
-    run that counts these, the main process sends the same validation examples through a copy of the
-    model (:func:`diagnose`), and appends a line of JSON. The training does not change, to the last
-    bit: the random generators are restored. A model without Pattention gets no file.
+    The main process sends the same validation examples through a copy of the model
+    (:func:`diagnose`), and appends a line of JSON. The training does not change, to the last bit:
+    the random generators are restored. A model without Pattention gets no file.
 
     Args:
-        interval: Number of epochs, or iterations, between two measurements.
+        times: Number of measurements, evenly spaced; another one is before the training.
         examples: Number of images or rows of tokens, or all if there are fewer.
     """
 
-    def __init__(self, interval: int = 1, examples: int = 64) -> None:
-        self.interval, self.examples = interval, examples
+    def __init__(self, times: int = 20, examples: int = 64) -> None:
+        self.times, self.examples = times, examples
         self._batches: list[dict[str, Any]] = []
 
     def before_train(self, runner) -> None:
@@ -192,43 +189,28 @@ class DiagnosticsHook(Hook):
             return
         if runner.iter == 0:  # left by a run that ended before its first checkpoint
             Path(runner.work_dir, LAYERS_FILE).unlink(missing_ok=True)
-        state = rng_state()  # the pipeline that reads an image may draw random numbers
-        loader = runner.val_dataloader
-        indices = probe_indices(loader.dataset, self.examples)
-        self._batches = [
-            loader.collate_fn([loader.dataset[index] for index in indices[start : start + _CHUNK]])
-            for start in range(0, len(indices), _CHUNK)
-        ]
+        state, loader = rng_state(), runner.val_dataloader  # whose pipeline may draw numbers
+        size = len(loader.dataset)
+        chosen = random.Random(0).sample(range(size), min(self.examples, size))
+        for start in range(0, len(chosen), _CHUNK):
+            samples = [loader.dataset[index] for index in chosen[start : start + _CHUNK]]
+            self._batches.append(loader.collate_fn(samples))
         set_rng_state(state)
-        if _counts_iterations(runner):
-            self._measure_if_due(runner, {"iteration": runner.iter})
-        elif runner.iter == runner.epoch * len(runner.train_dataloader):
-            self._measure_if_due(runner, {"iteration": runner.iter, "epoch": runner.epoch})
+        self._measure(runner, runner.iter)
 
     def after_train_iter(self, runner, *_args: Any, **_kwargs: Any) -> None:
-        """Measure, if the run counts iterations and a measurement is due."""
-        if _counts_iterations(runner):
-            self._measure_if_due(runner, {"iteration": runner.iter + 1})
+        """Measure, if it is due."""
+        self._measure(runner, runner.iter + 1)
 
-    def after_train_epoch(self, runner) -> None:
-        """Measure, if the run counts epochs and a measurement is due."""
-        if not _counts_iterations(runner):
-            self._measure_if_due(runner, {"iteration": runner.iter, "epoch": runner.epoch + 1})
-
-    def _measure_if_due(self, runner, time: dict[str, int]) -> None:
-        finished = time.get("epoch", time["iteration"])
-        last = runner.max_epochs if "epoch" in time else runner.max_iters
-        if not self._batches or (finished % self.interval and finished not in (1, last)):
+    def _measure(self, runner, iteration: int) -> None:
+        due = {round(place * runner.max_iters / self.times) for place in range(self.times + 1)}
+        if iteration not in due or not self._batches:
             return
         state = rng_state()
-        line = json.dumps({**time, **diagnose(unwrap(runner.model), self._batches)})
+        found = {"iteration": iteration, **diagnose(unwrap(runner.model), self._batches)}
         set_rng_state(state)
         with Path(runner.work_dir, LAYERS_FILE).open("a") as file:
-            file.write(f"\n{line}\n")  # also after a line that a killed run did not finish
-
-
-def _counts_iterations(runner) -> bool:
-    return isinstance(runner.train_loop, IterBasedTrainLoop)
+            file.write(f"\n{json.dumps(found)}\n")  # a killed run may have left half a line
 
 
 def measured_layers(model: nn.Module) -> dict[str, Pattention]:
@@ -238,16 +220,6 @@ def measured_layers(model: nn.Module) -> dict[str, Pattention]:
         for name, module in model.named_modules()
         if isinstance(module, Pattention)
     }
-
-
-def probe_indices(dataset: Any, number: int) -> list[int]:
-    """Choose the same images every time: the first, or evenly spaced ones if labels are sorted."""
-    size = len(dataset)
-    number = min(number, size)
-    labels = dataset.get_gt_labels() if hasattr(dataset, "get_gt_labels") else np.zeros(size)
-    if (np.diff(labels) < 0).any():
-        return list(range(number))
-    return [index * size // number for index in range(number)]
 
 
 def diagnose(model: nn.Module, batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -313,22 +285,15 @@ def _note_rows(seen: list[Tensor], layer: Any, inputs: tuple[Tensor, ...]) -> No
 
 
 def _figures(layer: Pattention, seen: list[Tensor]) -> dict[str, float | None]:
-    keys, values = layer.key_param_tokens, layer.value_param_tokens
+    figures = {"tau": layer.tau}
+    for name, tokens in (("key", layer.key_param_tokens), ("value", layer.value_param_tokens)):
+        figures[f"{name}_norm"] = tokens.norm()
+        figures[f"{name}_grad_norm"] = (
+            torch.zeros(()) if tokens.grad is None else tokens.grad.norm()
+        )
     entropy, kurtosis = torch.cat(seen, dim=1).nanmean(dim=1)
-    figures = {
-        "key_grad_norm": _norm(keys.grad),
-        "value_grad_norm": _norm(values.grad),
-        "key_norm": _norm(keys),
-        "value_norm": _norm(values),
-        "entropy": entropy.item(),
-        "kurtosis": kurtosis.item(),
-        "tau": layer.tau.item(),
-    }
-    return {name: _plain(number) for name, number in figures.items()}
-
-
-def _norm(tensor: Tensor | None) -> float:
-    return 0.0 if tensor is None else torch.linalg.vector_norm(tensor).item()
+    figures |= {"entropy": entropy, "kurtosis": kurtosis}
+    return {name: _plain(number.item()) for name, number in figures.items()}
 
 
 def _plain(number: float) -> float | None:

@@ -68,7 +68,9 @@ def variants(family: str, label: str, model: Change) -> list[Variant]:
 
 MODELS = (("tokenformer", "TokenFormer", base_model), ("vit", "ViT, matched", matched_vit))
 VARIANTS = tuple(variant for model in MODELS for variant in variants(*model))
-QUESTIONS = (Question("recipes", "Recipes", __doc__, VARIANTS, same_size=False, diagnose=True),)
+QUESTIONS = (
+    Question("recipes", "Recipes", str(__doc__), VARIANTS, same_size=False, diagnose=True),
+)
 
 if __name__ == "__main__":
     main(QUESTIONS)

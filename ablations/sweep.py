@@ -47,7 +47,6 @@ TRAIN = ("-m", "tokenformer_vit", "train")
 # What a sweep and the report write.
 OUTPUTS = ("results.csv", "curves.parquet", "TABLES.md", "README.md", "figures")
 LARGEST_GAP = 0.01  # between the numbers of parameters of two variants
-MOST_DIAGNOSES = 20  # measurements of the layers in a run
 MOST_LOSSES = 100  # points of a loss curve
 PATIENCE = 60  # seconds in which an interrupted training writes its checkpoint
 
@@ -299,8 +298,7 @@ class Sweep:
         folder = Path(self.args.work_dir, name)
         run = make_run(variant, self.configs[variant.name], lr, seed, folder, start, hold)
         if self.question.diagnose:
-            interval = math.ceil(run.length / MOST_DIAGNOSES)
-            run.config["custom_hooks"].append({"type": "DiagnosticsHook", "interval": interval})
+            run.config["custom_hooks"].append({"type": "DiagnosticsHook"})
         return run
 
     def best_rate(self, runs: Sequence[Run], rates: Sequence[float]) -> float | None:
