@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -153,18 +152,15 @@ def by_size(sweep: Sweep, names: Sequence[str]) -> tuple[Any, Any]:
     A way is several variants with names such as ``alone_25``, or a variant that is measured at
     several sizes, in columns such as ``top1_at_0.25``.
     """
-    parts: list[Any] = []
     own = sweep.best[sweep.best["variant"].isin(names)]
-    label = own["variant"].map(sweep.label)
-    share = own["variant"].str.extract("_(25|50|75|100)$")[0].astype(float) / 100
+    measured = own.filter(regex="^(top1|pruned|top_k)(_at_.+)?$")
+    long = own.melt(["variant", "flops"], list(measured)).dropna(subset=["value"])
+    how = long["variable"].str.extract("^(.+?)(?:_at_(.+))?$")
+    share = long["variant"].str.extract("_(25|50|75|100)$")[0].astype(float) / 100
+    label = long["variant"].map(sweep.label)
     way = label.where(share.isna(), label.str.rpartition(", ")[0])
-    for column in own:
-        if match := re.fullmatch(r"(top1|pruned|top_k)(?:_at_(.+))?", column):
-            size = float(match[2]) if match[2] else share.fillna(1)
-            how = "" if match[1] == "top1" else f", {match[1].replace('_', '-')}"
-            part = own.assign(way=way + how, size=size, value=own[column])
-            parts.append(part.dropna(subset=["value"]))
-    long: Any = pd.concat(parts)
+    long["way"] = way + how[0].map({"top1": "", "pruned": ", pruned", "top_k": ", top-k"})
+    long["size"] = how[1].astype(float).fillna(share).fillna(1)
     flops = long.groupby(["way", "variant"])["flops"].mean().groupby("way").sum()
     return long.pivot_table("value", "way", "size", sort=False), flops
 
@@ -190,11 +186,11 @@ def caption(sweep: Sweep, shared: str) -> str:
     chosen = {"": "", "held-out": "Rates were chosen on held-out training data. "}
     chosen["test"] = "Rates were chosen on test data: seed 0's result chose and also counts. "
     text += "".join(chosen[data] for data in rows["selected_on"].unique())
-    pooled = {"": noise, " of runs from the same models": paired_noise}
-    for (name, heading), (what, of) in product(sweep.metrics.items(), pooled.items()):
-        if (own := of(sweep.best, name)).degrees:
-            text += f"σ of {heading}{what} {own.sigma:#.2g} ({own.degrees} degrees of freedom), "
-            text += f"two means of {n} differ beyond {own.half_width(n, n):#.2g}. "
+    for name, heading in sweep.metrics.items():
+        for what, pooled in (("", noise), (" of runs from the same models", paired_noise)):
+            if (own := pooled(sweep.best, name)).degrees:
+                text += f"σ of {heading}{what} {own.sigma:#.2g} ({own.degrees} degrees of freedom)"
+                text += f", two means of {n} differ beyond {own.half_width(n, n):#.2g}. "
     commits = dict.fromkeys("+".join(rows["commit"]).split("+"))  # a resumed run may have two
     versions = rows["torch"].unique()
     text += f"Commit {', '.join(commits)}; torch {', '.join(versions)}."
