@@ -79,8 +79,6 @@ def config(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def own(config, tmp_path) -> Callable[[str], Path]:
-    """Write a config that changes parts of the small one."""
-
     def write(text: str) -> Path:
         path = tmp_path / "own.py"
         path.write_text(f"_base_ = {str(config)!r}\n{text}\n")
@@ -91,9 +89,25 @@ def own(config, tmp_path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def scope() -> Iterator[None]:
-    """Build parts by mmpretrain's names."""
     with DefaultScope.overwrite_default_scope("mmpretrain"):
         yield
+
+
+BACKBONE = {
+    "type": "TimmClassificationBackbone",
+    "model_name": "tokenformer_tiny",
+    **{"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2},
+}
+SCHEDULE = [
+    {"epoch": 1, "num_qkv_param_tokens": [30, 36], "num_ffn_param_tokens": 120},
+    {"epoch": 2, "num_qkv_param_tokens": 48, "num_proj_param_tokens": 32},
+]
+
+
+def growing(schedule: Sequence[dict] = SCHEDULE, **how: Any) -> str:
+    """Return the part of a config by which its model grows."""
+    hooks = [{"type": "CostHook"}, {"type": "GrowthHook", "schedule": schedule, **how}]
+    return f"custom_hooks = {hooks!r}\n"
 
 
 def scalars(work_dir: Path) -> tuple[dict, dict]:
@@ -143,7 +157,6 @@ class Train:
         return output
 
     def fails(self, work_dir: Path, *extra: str) -> str:
-        """Run and return the one line in which it ends."""
         status, output = self._run(work_dir, extra)
         assert status == 2, output
         assert "Traceback" not in output.replace("Original Traceback", "")

@@ -149,20 +149,6 @@ def test_the_exported_folder_is_the_model(backbone, tmp_path, cfg):
         torch.testing.assert_close(model(images), classifier(images, mode="tensor"))
 
 
-def test_fine_tuning_starts_from_an_exported_file(tmp_path, cfg):
-    trained = build(model_name="tokenformer_tiny")
-    export_classifier(trained, cfg, {"classes": list("abcde")}, tmp_path)
-    path = str(tmp_path / "model.safetensors")
-    tuned = build_untouched(model_name="tokenformer_tiny", checkpoint_path=path)
-    for name, tensor in trained.backbone.state_dict().items():
-        assert torch.equal(tuned.backbone.state_dict()[name], tensor), name
-    assert tuned.backbone.training
-    larger = build_untouched(model_name="tokenformer_tiny", checkpoint_path=path, img_size=32)
-    assert larger.backbone.model.pos_embed.shape[1] == 65
-    with pytest.raises(InputError, match=r"model\.safetensors does not fit tokenformer_tiny"):
-        build_untouched(model_name="tokenformer_tiny", checkpoint_path=path, depth=4)
-
-
 def trained(classifier):
     return {name for name, parameter in classifier.named_parameters() if parameter.requires_grad}
 

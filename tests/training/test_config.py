@@ -4,7 +4,6 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from mmpretrain.datasets import CustomDataset
@@ -20,7 +19,6 @@ from tokenformer_vit.training.config import (
     load_config,
     write_config,
 )
-from tokenformer_vit.training.data.images import PackLabels
 
 
 @pytest.mark.parametrize(
@@ -59,7 +57,6 @@ def test_configs_are_found_and_are_python(tmp_path, monkeypatch):
 
 @pytest.fixture
 def changed(own):
-    """Read a config that changes parts of the small one."""
     return lambda text: load_config(own(text))
 
 
@@ -112,6 +109,7 @@ def test_a_config_tells_the_sampler_how_short_an_epoch_is(config):
     ("text", "message"),
     [
         ("data_preprocessor = dict(to_rgb=True)", "RGB: set data_preprocessor.to_rgb=False"),
+        ("data_preprocessor = dict(type='ClsDataPreprocessor')", "only a LabelPreprocessor mixes"),
         ("train_dataloader = dict(sampler=None)", "does not shuffle"),
         (
             "optim_wrapper = dict(accumulative_counts=2)\n"
@@ -136,12 +134,6 @@ def test_parts_that_do_not_fit_are_refused(changed, text, message):
     check_config(changed(f"default_hooks = dict(checkpoint=dict({best}))"))
     with pytest.raises(InputError, match=message):
         check_config(changed(text))
-
-
-def test_lamb_does_not_move_a_head_at_zero(changed):
-    lamb = "optim_wrapper = dict(optimizer=dict(_delete_=True, type='timm.optim.Lamb', lr=1e-3))"
-    with pytest.warns(UserWarning, match="Lamb hardly moves a head that starts at 0"):
-        check_config(changed(lamb))
 
 
 def test_autocast_is_that_of_training_and_validation(train, tmp_path, monkeypatch):
@@ -197,16 +189,13 @@ def test_a_run_is_resumed_and_not_overwritten(config, tmp_path):
         choose_checkpoint(cfg, str(other / "epoch_1.pth"))
 
 
-def test_images_are_not_lost_without_a_word(config, tmp_path, capsys):
+def test_images_are_not_lost_without_a_word(config, tmp_path):
     ant = tmp_path / "train" / "ant"
     ant.mkdir(parents=True)
     for name in ("1.webp", "2.GIF"):
         Image.new("RGB", (4, 4)).save(ant / name)
-    for name in ("3.heic", "4.heic", "5.txt"):
-        (ant / name).touch()
     cfg = load_config(config, data_root=str(tmp_path))
     check_folders(cfg, ("train_dataloader",))
-    assert f"left out: 2 .heic, 1 .txt in {tmp_path / 'train'}" in capsys.readouterr().err
     dataset = cfg.train_dataloader.dataset
     found = CustomDataset(str(tmp_path), "train", extensions=dataset.extensions)
     assert len(found) == 2
@@ -215,16 +204,6 @@ def test_images_are_not_lost_without_a_word(config, tmp_path, capsys):
         check_folders(cfg, ("train_dataloader",))
     with pytest.raises(InputError, match=r"there is no folder .*/val: give `--data-root`"):
         check_folders(cfg, ("val_dataloader",))
-
-
-def test_an_image_of_another_size_is_named():
-    pack = PackLabels()
-    for side in (8, 8, 9):
-        sample = {"img": np.zeros((side, 8, 3), np.uint8), "img_path": f"{side}.png", "gt_label": 1}
-        if side == 8:
-            assert pack(sample)["inputs"].shape == (3, 8, 8)
-    with pytest.raises(InputError, match=r"9\.png has the shape \(9, 8, 3\).*a resize or a crop"):
-        pack(sample)
 
 
 def test_a_corrupt_image_stops_training_with_its_name(train, data_root, tmp_path):

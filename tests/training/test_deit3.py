@@ -1,7 +1,6 @@
 """DeiT III's recipe: a step is timm's own, and so is its augmentation."""
 
 import copy
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.training.config import load_config
 
 pytestmark = pytest.mark.usefixtures("scope")
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 SMALL = {"embed_dim": 24, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8}
@@ -27,7 +25,7 @@ SMALL = {"embed_dim": 24, "depth": 2, "num_heads": 2, "img_size": 32, "patch_siz
 
 @pytest.mark.parametrize("kind", ["Mixup", "CutMix"])
 def test_a_step_is_that_of_timms_loss_mixing_and_optimiser(kind, monkeypatch, seed):
-    cfg = load_config(CONFIGS / "deit3_small.py")
+    cfg = load_config("deit3_small")
     cfg.model.backbone.update(SMALL)
     cfg.model.head.update(num_classes=10, in_channels=24)
     cfg.data_preprocessor.num_classes = 10
@@ -78,7 +76,7 @@ def test_a_step_is_that_of_timms_loss_mixing_and_optimiser(kind, monkeypatch, se
 
 
 def test_three_augment_is_timms(monkeypatch, generator):
-    steps = load_config(CONFIGS / "deit3_small.py").train_dataloader.dataset.pipeline
+    steps = load_config("deit3_small").train_dataloader.dataset.pipeline
     *_, choice, _, _ = map(TRANSFORMS.build, steps)
     pixels = generator.integers(0, 256, (24, 20, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)

@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import save_model
 
+from .conftest import BACKBONE
+
 pytestmark = pytest.mark.usefixtures("scope")
 CLASSES = ["bright", "dark", "split"]
 MEAN, STD = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
@@ -31,14 +33,11 @@ def export(folder, kind="vit", names=CLASSES, num_classes=3):
 
 
 def build(teacher, num_classes=3, token=False, **distillation):
+    kind = "small_distilled" if token else "tiny"
     model = {
         "type": "DistilledClassifier",
         "distillation": {"teacher": str(teacher), **distillation},
-        "backbone": {
-            "type": "TimmClassificationBackbone",
-            "model_name": "tokenformer_small_distilled" if token else "tokenformer_tiny",
-            **{"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2},
-        },
+        "backbone": {**BACKBONE, "model_name": f"tokenformer_{kind}"},
         "head": {
             "type": "DistilledHead" if token else "LabelHead",
             **{"num_classes": num_classes, "in_channels": 24},
@@ -54,14 +53,12 @@ def build(teacher, num_classes=3, token=False, **distillation):
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """A trained ViT that names its classes: its folder, and the model."""
     folder = tmp_path_factory.mktemp("teacher")
     return folder, export(folder)
 
 
 @pytest.fixture
 def batch():
-    """Six images and their scores after a mixup."""
     return torch.randn(6, 3, 8, 8), torch.randn(6, 3).softmax(dim=1)
 
 

@@ -70,7 +70,6 @@ def test_processes_meet_without_a_gpu(environment, in_two_processes, launcher):
 
 @pytest.fixture
 def group():
-    """A process group of this process alone."""
     init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     destroy_process_group()

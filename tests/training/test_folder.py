@@ -242,8 +242,3 @@ def test_the_recipe_of_the_digits_is_that_of_their_config(tmp_path, generator):
     for part in ("backbone", "head"):
         assert cfg.model[part] == expected.model[part]
     assert cfg.train_dataloader.batch_size == expected.train_dataloader.batch_size
-
-
-def test_options_of_a_folder_are_refused_for_a_config(config, command):
-    done = command("train", config, "--model", "tokenformer_tiny")
-    assert (done.status, "need a folder" in done.err) == (2, True)

@@ -11,28 +11,12 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.training.models.growth import GrowthHook
 from tokenformer_vit.training.optim import AccumulationEMAHook
 
-from .conftest import last_checkpoint, scalars
-
-SCHEDULE = [
-    {"epoch": 1, "num_qkv_param_tokens": [30, 36], "num_ffn_param_tokens": 120},
-    {"epoch": 2, "num_qkv_param_tokens": 48, "num_proj_param_tokens": 32},
-]
+from .conftest import SCHEDULE, growing, last_checkpoint, scalars
 
 
-@pytest.fixture
-def growing(train, own):
-    """Return the command `train` with a config that grows."""
-
-    def of(schedule=SCHEDULE, more="", **hook):
-        hooks = [{"type": "CostHook"}, {"type": "GrowthHook", "schedule": schedule, **hook}]
-        return train.of(own(f"custom_hooks = {hooks!r}\n{more}"))
-
-    return of
-
-
-def test_a_run_grows_and_leaves_the_grown_model(growing, tmp_path):
+def test_a_run_grows_and_leaves_the_grown_model(train, own, tmp_path):
     work_dir = tmp_path / "run"
-    output = growing(new_lr_scale=2.0)(work_dir)
+    output = train.of(own(growing(new_lr_scale=2.0)))(work_dir)
     assert "The model grew before iteration 7 (epoch 2)" in output
     record = json.loads((work_dir / "record.json").read_text())
     assert [growth["iteration"] for growth in record["growth"]] == [6, 12]
@@ -116,22 +100,21 @@ def test_growth_that_would_not_come_to_pass_is_said(schedule, how, message):
 
 
 @pytest.mark.slow
-def test_fixed_gates_open(growing, tmp_path):
-    train = growing(more="model = dict(backbone=dict(theta='softmax'))", gate="fixed", open_iters=4)
-    train(tmp_path / "gates")
+def test_fixed_gates_open(train, own, tmp_path):
+    softmax = "model = dict(backbone=dict(theta='softmax'))"
+    train.of(own(growing(gate="fixed", open_iters=4) + softmax))(tmp_path / "gates")
     model = timm.create_model(f"local-dir:{tmp_path / 'gates'}", pretrained=True)
     assert (model.blocks[0].mlp.gate == 1).all()
 
 
 @pytest.mark.slow
-def test_a_model_that_grows_on_a_frozen_one_contains_it(train, growing, tmp_path):
+def test_a_model_that_grows_on_a_frozen_one_contains_it(train, own, tmp_path):
     """The run starts from the end of another, and grows before its first iteration."""
     train(tmp_path / "0")
     how = {"nested": True, "freeze": "old", "train_head": False}
-    more = f"load_from = {str(tmp_path / '0' / 'model.safetensors')!r}"
-    growing(schedule=[{"iteration": 0, "num_ffn_param_tokens": 120}], more=more, **how)(
-        tmp_path / "1"
-    )
+    grows = growing([{"iteration": 0, "num_ffn_param_tokens": 120}], **how)
+    start = f"load_from = {str(tmp_path / '0' / 'model.safetensors')!r}"
+    train.of(own(grows + start))(tmp_path / "1")
     small, large = (
         timm.create_model(f"local-dir:{tmp_path / stage}", pretrained=True).eval() for stage in "01"
     )

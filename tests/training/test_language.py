@@ -33,13 +33,12 @@ from tokenformer_vit.training.runner import TrainingRunner
 
 from .conftest import losses, scalars
 
-ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 16
 SIZES = {"vocab_size": 264, "context_length": LENGTH, "embed_dim": 16, "depth": 2, "num_heads": 2}
 ROTARY = {"positions": "rotary", "rotary_share": 0.5}
 PAIRS = {"num_qkv_param_tokens": 16, "num_proj_param_tokens": 16, "num_ffn_param_tokens": 32}
 CONFIG = f"""
-_base_ = "{ROOT}/configs/_base_/language_small.py"
+_base_ = "tokenformer_vit::_base_/language_small.py"
 model = dict(config=dict(_delete_=True, rotary_share=0.5, **{ {**SIZES, **PAIRS}!r}))
 train_dataloader = dict(batch_size=4, num_workers=0)
 val_dataloader = dict(batch_size=3)
@@ -112,8 +111,6 @@ class Stop(Hook):
 
 @pytest.fixture
 def run(config, texts):
-    """Run a training as tools/train.py does, within this process."""
-
     def start(work_dir, resume=None, stop=None, **options):
         cfg = load_config(config, data_root=texts["abc"], work_dir=str(work_dir))
         # mmengine keeps what it logs by this name, for the whole process
@@ -134,14 +131,23 @@ def run(config, texts):
     return start
 
 
-def inputs_of(text):
-    rows = TokenDataset(text, "val")
-    return torch.stack([rows[index]["inputs"] for index in range(len(rows))])
+TRANSFORMER = {**SIZES, "hidden_features": 24, "_delete_": True}
 
 
-def test_a_run_ends_with_a_folder_for_transformers_and_a_record(run, texts, tmp_path):
-    run(tmp_path / "run", **{"optim_wrapper.type": "AutocastOptimWrapper"})
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("tokenformer", {}),
+        ("gpt2", {"model.architecture": "transformer", "model.config": TRANSFORMER}),
+        ("gpt_neox", {"model.architecture": "transformer", "model.config": TRANSFORMER | ROTARY}),
+    ],
+)
+def test_a_run_ends_with_a_folder_for_transformers_and_a_record(
+    kind, options, run, texts, tmp_path
+):
+    run(tmp_path / "run", **{"optim_wrapper.type": "AutocastOptimWrapper"}, **options)
     model = load_language_model(tmp_path / "run")
+    assert model.config.model_type == kind
     tokenizer = load_tokenizer(tmp_path / "run", model.config.vocab_size)
     prompt = tokenizer("aab ", return_tensors="pt").input_ids
     new = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=257)
@@ -150,15 +156,21 @@ def test_a_run_ends_with_a_folder_for_transformers_and_a_record(run, texts, tmp_
     assert (record["iterations"], record["train_sequences"]) == (12, 40)
     assert record["sequences_per_step"] == 4
     assert record["dtype"] == "bfloat16 autocast"
-    assert {"transformers", "datasets"} <= record["versions"].keys()
+    assert {"transformers", "tokenizers"} <= record["versions"].keys()
     # What validation says of the last weights is what they say themselves.
-    inputs = inputs_of(texts["abc"])
+    inputs = torch.stack([row["inputs"] for row in TokenDataset(texts["abc"], "val")])
     with torch.no_grad():
         log_p = model(input_ids=inputs[:, :-1]).logits.double().log_softmax(-1)
     losses = -log_p.gather(-1, inputs[:, 1:, None])
     assert record["perplexity"] == pytest.approx(losses.mean().exp().item(), abs=1e-3)
     assert record["flops"] == 12 * 4 * training_flops(model, LENGTH)
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+GROWTHS = [
+    {"iteration": 4, "num_ffn_param_tokens": 48},
+    {"iteration": 9, "num_qkv_param_tokens": 20},
+]
 
 
 @pytest.mark.slow
@@ -169,16 +181,7 @@ def test_a_run_that_was_stopped_goes_on_exactly(run, tmp_path):
         "optim_wrapper.accumulative_counts": 2,
         "train_dataloader.num_workers": 1,
         "train_dataloader.persistent_workers": True,
-        "custom_hooks": [
-            {"type": "CostHook"},
-            {
-                "type": "GrowthHook",
-                "schedule": [
-                    {"iteration": 4, "num_ffn_param_tokens": 48},
-                    {"iteration": 9, "num_qkv_param_tokens": 20},
-                ],
-            },
-        ],
+        "custom_hooks": [{"type": "CostHook"}, {"type": "GrowthHook", "schedule": GROWTHS}],
     }
     whole = run(tmp_path / "whole", **options)
     run(tmp_path / "cut", stop=8, **options)
@@ -226,27 +229,6 @@ def test_an_answer_is_right_if_all_of_it_is():
     metric.process(None, [{"targets": targets[:2], "right": right[:2]}])
     with pytest.raises(InputError, match=r"no row .* the tokens 9 and 0; leave AnswerAccuracy out"):
         metric.evaluate(1)
-
-
-@pytest.mark.parametrize(("kind", "more"), [("gpt2", {}), ("gpt_neox", ROTARY)])
-def test_a_transformer_trains(kind, more, run, tmp_path):
-    sizes = {**SIZES, **more, "hidden_features": 24, "_delete_": True}
-    runner = run(
-        tmp_path / "gpt",
-        **{
-            "model.architecture": "transformer",
-            "model.config": sizes,
-            "custom_hooks": [{"type": "CostHook"}],
-        },
-    )
-    config = runner.model.model.config
-    assert config.model_type == kind
-    assert getattr(config, "n_inner" if kind == "gpt2" else "intermediate_size") == 24
-    again = load_language_model(tmp_path / "gpt")
-    inputs = torch.randint(257, (2, LENGTH))
-    with torch.no_grad():
-        expected = runner.model.eval().model(input_ids=inputs).logits
-        torch.testing.assert_close(again(input_ids=inputs).logits, expected)
 
 
 def test_training_goes_on_in_float32_from_weights_of_16_bits(tmp_path):

@@ -16,12 +16,10 @@ from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.export import as_timm_model
 from tokenformer_vit.training.models.mae import MaskedAutoencoder
 
+from .conftest import BACKBONE
+
 pytestmark = pytest.mark.usefixtures("scope")
-TOKENFORMER = {
-    "type": "TimmClassificationBackbone",
-    "model_name": "tokenformer_tiny",
-    **{"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2},
-}
+TOKENFORMER = {**BACKBONE, "img_size": 16, "depth": 2}
 VIT = {**TOKENFORMER, "model_name": "vit_tiny_patch16_224"}
 SHAPE = {"decoder_embed_dim": 16, "decoder_depth": 1, "decoder_num_heads": 2}
 NECK = {"type": "MAEPretrainDecoder", **SHAPE}
@@ -152,11 +150,6 @@ def test_fine_tuning_starts_from_the_encoder_with_a_new_norm(file, tmp_path):
     # For use as it is, a model without its trained norm is refused.
     with pytest.raises(InputError, match=r"fc_norm.weight is absent in the file"):
         load_model(None, tmp_path, global_pool="avg")
-
-
-def test_mixed_images_are_refused():
-    with pytest.raises(InputError, match="train_cfg=None"):
-        build(VIT, train_cfg={"augments": [{"type": "Mixup"}]})
 
 
 # The recipe of MAE as mmpretrain runs it, in tables 8 to 10 of arXiv:2111.06377.

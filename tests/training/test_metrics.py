@@ -51,12 +51,6 @@ def test_images_that_a_sampler_repeats_do_not_count_twice(samples):
         measured(AccuracyAndLoss(), [*samples, samples[0]])
 
 
-def test_several_labels_an_image_need_another_metric(samples):
-    samples[5]["gt_label"] = torch.tensor([1, 2])
-    with pytest.raises(InputError, match="AveragePrecision"):
-        measured(AccuracyAndLoss(), samples)
-
-
 def test_the_error_of_reconstructions_is_their_mean():
     errors = torch.rand(10)
     found = measured(ReconstructionError(), [{"error": error} for error in errors], batch=4)

@@ -12,19 +12,15 @@ from mmengine.logging import MessageHub
 from mmpretrain.registry import MODELS
 
 from tokenformer_vit.benchmarking.costs import training_flops
-from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.sizes import at_size
 from tokenformer_vit.training.hooks import LazyRuntimeInfoHook
 from tokenformer_vit.training.metrics import AccuracyAndLoss
 
+from .conftest import BACKBONE
+
 pytestmark = pytest.mark.usefixtures("scope")
 SIZES = (0.25, 0.5, 0.75, 1.0)
 CLASSES = 3
-BACKBONE = {
-    "type": "TimmClassificationBackbone",
-    "model_name": "tokenformer_tiny",
-    **{"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2},
-}
 
 
 def build(backbone=None, **more):
@@ -57,7 +53,6 @@ def at():
 
 @pytest.fixture
 def batch():
-    """Twelve images and their scores after a mixup."""
     return torch.randn(12, 3, 8, 8), torch.randn(12, CLASSES).softmax(dim=1)
 
 
@@ -150,11 +145,6 @@ def test_predictions_and_metrics_of_every_size(batch):
             assert found.pop(name) == pytest.approx(100 * right.item())
     expected = F.cross_entropy(logits(model, images, 1.0), labels).item()
     assert found == {"cross_entropy": pytest.approx(expected, rel=1e-5)}
-
-
-def test_a_model_without_shares_is_refused():
-    with pytest.raises(InputError, match=r"nested=\(0\.25, 0\.5, 0\.75\)"):
-        build({"nested": ()})
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from mmengine.optim.optimizer import amp_optimizer_wrapper
 from torch._dynamo.utils import counters
 
-from .conftest import last_checkpoint, losses, same_weights
+from .conftest import growing, last_checkpoint, losses, same_weights
 
 ITERATIONS = 18  # of the config: three epochs
 STOPPED = 8  # after the first growth, and before the second
@@ -22,17 +22,6 @@ FLOAT16 = """
 optim_wrapper = dict(
     type="AmpOptimWrapper", dtype="float16", loss_scale=dict(init_scale=2.0**26, growth_interval=3)
 )
-"""
-GROWING = """
-custom_hooks = [
-    dict(
-        type="GrowthHook",
-        schedule=[
-            dict(epoch=1, num_qkv_param_tokens=36, num_ffn_param_tokens=120),
-            dict(epoch=2, num_qkv_param_tokens=48, num_proj_param_tokens=32),
-        ],
-    )
-]
 """
 IN_MEMORY = "train_dataloader = dict(dataset=dict(type='ImagesInMemory'))"
 
@@ -86,7 +75,7 @@ def test_float16_skips_the_steps_whose_gradients_overflow(run):
     assert 0 < steps < ITERATIONS
 
 
-@pytest.mark.parametrize("more", [BFLOAT16, FLOAT16, GROWING, IN_MEMORY])
+@pytest.mark.parametrize("more", [BFLOAT16, FLOAT16, growing(), IN_MEMORY])
 def test_a_stopped_run_goes_on_bit_for_bit(run, more):
     whole = run("whole", "--deterministic", more=more)
     stopped = str(whole / f"iter_{STOPPED}.pth")

@@ -1,7 +1,6 @@
 """The order of samples and the random numbers of each: the same with any workers and processes."""
 
 import copy
-import pickle
 import random
 from itertools import islice
 
@@ -9,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from mmengine.dataset import ClassBalancedDataset, ConcatDataset, DefaultSampler, RepeatDataset
-from mmengine.runner import Runner, set_random_seed
+from mmengine.runner import set_random_seed
 from mmpretrain.datasets import CustomDataset
 from timm.data.distributed_sampler import RepeatAugSampler
 from torch.utils.data import DataLoader, Subset
 
-from tokenformer_vit.training.data.sampler import ResumableSampler, Seeded, seeded, seeded_loader
+from tokenformer_vit.training.data.sampler import ResumableSampler, Seeded, seeded
 
 PER_CLASS, CLASSES = 16, 10
 # mmpretrain's own transforms, which draw from NumPy's and Python's generators.
@@ -204,25 +203,3 @@ def test_the_random_state_of_the_process_is_left_alone(data_root):
         return random.random(), normal, uniform, torch.rand(1).item()
 
     assert draw(lambda: data[3, 3]) == draw(lambda: None)
-
-
-def test_it_has_the_attributes_of_the_data_set(data_root):
-    data = CustomDataset(str(data_root), "train", pipeline=PIPELINE)
-    wrapped = pickle.loads(pickle.dumps(Seeded(data)))  # as spawned workers get it
-    assert len(wrapped) == 48
-    assert wrapped.metainfo == data.metainfo
-    assert wrapped.get_cat_ids(47) == [2]
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = wrapped.no_such_name
-
-
-def test_a_runner_wraps_the_training_data(data_root):
-    dataset = {"type": "CustomDataset", "data_root": str(data_root), "pipeline": PIPELINE[:1]}
-    config = {"batch_size": 4, "num_workers": 0, "dataset": {**dataset, "data_prefix": "train"}}
-    ours = seeded_loader({**config, "sampler": {"type": "ResumableSampler"}}, 7)
-    loader = Runner.build_dataloader(ours, seed=0)
-    assert isinstance(loader.dataset, Seeded)
-    assert loader.dataset.seed == 7
-    assert "img" in next(iter(loader))
-    stock = {**config, "sampler": {"type": "RepeatAugSampler"}}
-    assert seeded_loader(stock, 7) is stock

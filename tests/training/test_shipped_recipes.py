@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import timm
@@ -18,7 +17,6 @@ from tokenformer_vit.training.config import load_config
 
 from .conftest import Train
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
 DECODER = {"decoder_embed_dim": 16, "decoder_depth": 1, "decoder_num_heads": 2}
 # The rows of a file are in the order of their classes.
@@ -56,12 +54,11 @@ def shrink(cfg: Config) -> None:
 
 @pytest.fixture
 def run(tmp_path, command, shared_data, arrow_cache):
-    """Function that trains a shipped config in a folder of its name."""
     pytest.importorskip("datasets")
     data = shared_data("cifar10/plain_text")
 
     def run(name, *words, folder=None, **changes):
-        cfg = load_config(CONFIGS / f"{name}.py", changes)
+        cfg = load_config(name, changes)
         shrink(cfg)
         cfg.dump(tmp_path / f"{name}.py")
         folder = tmp_path / (folder or name)
@@ -93,9 +90,9 @@ def test_both_stages_of_deit3(first, second, run):
         assert torch.equal(weights[name], tensor), name
     start = str(whole / "model.safetensors")
     changes = {"model.backbone.checkpoint_path": start, "model.head.init_cfg.checkpoint": start}
-    backbone = load_config(CONFIGS / f"{first}.py").model.backbone
+    backbone = load_config(first).model.backbone
     changes["model.backbone.model_name"] = backbone.model_name
-    cfg = load_config(CONFIGS / f"{second}.py", changes)
+    cfg = load_config(second, changes)
     shrink(cfg)
     cfg.model.backbone.img_size = 48
     with DefaultScope.overwrite_default_scope("mmpretrain"):

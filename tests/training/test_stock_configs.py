@@ -1,4 +1,4 @@
-"""Configs of mmpretrain train by their path, as they are."""
+"""Configs of mmpretrain train by their path, as they are; so do others of its parts."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,19 @@ from pathlib import Path
 import mmpretrain
 import numpy as np
 import pytest
+import timm
+import torch
+from mmengine.config import Config
+from mmengine.runner import Runner
+from mmpretrain import ImageClassificationInferencer
 from PIL import Image
 
-CONFIGS = Path(mmpretrain.__file__).parent / ".mim" / "configs"
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.mmpretrain_names import timm_state_dict
+from tokenformer_vit.training.config import CONFIGS, check_config, load_config
+from tokenformer_vit.training.runner import TrainingRunner
+
+STOCK = Path(mmpretrain.__file__).parent / ".mim" / "configs"
 # Only what makes a run short: length, schedule, batch and processes.
 SHORT = ("train_cfg.max_epochs=1", "param_scheduler=[]", "train_dataloader.num_workers=0")
 slow = pytest.mark.slow
@@ -46,18 +56,125 @@ def test_a_config_of_mmpretrain_trains_as_it_is(name, imagenet, tmp_path, comman
     words += ["--amp"] if "amp" in name else []  # mmengine's own autocast needs a GPU
     words += ["--cfg-options", *SHORT]
     words += [] if "mae_vit" in name else ["val_dataloader.num_workers=0"]
-    done = command("train", CONFIGS / f"{name}.py", *words)
+    done = command("train", STOCK / f"{name}.py", *words)
     assert done.status == 0, done.output
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["iterations"] == 2
     assert "not a model of timm" in record["not_exported"]
     assert (tmp_path / "epoch_1.pth").is_file()
     words.insert(0, "--resume")
-    assert "Epoch(train)" not in command("train", CONFIGS / f"{name}.py", *words).output
+    assert "Epoch(train)" not in command("train", STOCK / f"{name}.py", *words).output
     if "mae_vit" in name:
         return
     words = ["--data-root", imagenet, "--cfg-options", "test_dataloader.num_workers=0"]
-    done = command("test", CONFIGS / f"{name}.py", tmp_path / "epoch_1.pth", *words)
+    done = command("test", STOCK / f"{name}.py", tmp_path / "epoch_1.pth", *words)
     assert done.status == 0, done.output
     measured = json.loads((tmp_path / "test" / "metrics.json").read_text())
     assert measured["metrics"]["accuracy/top1"] == record["accuracy/top1"]
+
+
+# Its own parts, and only the backbone of this package.
+SIZES = {"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
+CONFIG = f"""
+custom_imports = dict(imports=["tokenformer_vit.training"])
+default_scope = "mmpretrain"
+backbone = dict(type="TimmClassificationBackbone", model_name="tokenformer_tiny", **{SIZES})
+model = dict(
+    type="ImageClassifier",
+    backbone=backbone,
+    head=dict(type="LinearClsHead", num_classes=3, in_channels=24),
+    data_preprocessor=dict(mean=[127.5] * 3, std=[127.5] * 3, to_rgb=True),
+)
+pipeline = [dict(type="LoadImageFromFile"), dict(type="Resize", scale=8), dict(type="PackInputs")]
+train = dict(type="CustomDataset", data_root="DATA", data_prefix="train", pipeline=pipeline)
+loader = dict(batch_size=16, num_workers=0, sampler=dict(type="DefaultSampler", shuffle=False))
+train_dataloader = dict(dataset=train, **loader)
+val_dataloader = test_dataloader = dict(dataset=dict(train, data_prefix="val"), **loader)
+val_evaluator = test_evaluator = dict(type="Accuracy", topk=(1,))
+optim_wrapper = dict(optimizer=dict(type="AdamW", lr=1e-3))
+param_scheduler = [dict(type="CosineAnnealingLR", by_epoch=True, T_max=2)]
+train_cfg = dict(by_epoch=True, max_epochs=2, val_interval=1)
+val_cfg = test_cfg = dict()
+default_hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="auto"))
+log_level = "ERROR"
+"""
+
+
+@pytest.fixture
+def stock(data_root, tmp_path):
+    path = tmp_path / "stock.py"
+    path.write_text(CONFIG.replace("DATA", str(data_root)))
+    return path
+
+
+def test_mmengines_runner_trains_and_uses_the_backbone(stock, tmp_path):
+    cfg = Config.fromfile(stock)
+    cfg.work_dir = cfg.experiment_name = str(tmp_path / "run")
+    finished = Runner.from_cfg(cfg)
+    finished.train()
+    top1 = finished.message_hub.get_scalar("val/accuracy/top1").current()
+    cfg.load_from = f"{cfg.work_dir}/epoch_2.pth"
+    cfg.experiment_name = f"{cfg.work_dir} again"  # or runs of one second would share a log
+    assert Runner.from_cfg(cfg).test() == {"accuracy/top1": pytest.approx(top1)}
+    inferencer = ImageClassificationInferencer(cfg, pretrained=cfg.load_from, device="cpu")
+    (result,) = inferencer(np.zeros((8, 8, 3), dtype=np.uint8))
+    assert result["pred_class"] in ("bright", "dark", "split")
+
+
+def test_it_gets_our_hooks_loop_and_sampler(stock):
+    cfg = load_config(stock, {"randomness.seed": 3})
+    check_config(cfg)
+    ours = Config.fromfile(CONFIGS / "_base_" / "runtime.py").default_hooks
+    assert cfg.default_hooks.keys() == ours.keys()
+    assert cfg.default_hooks.checkpoint.type == ours.checkpoint.type
+    assert cfg.default_hooks.checkpoint.save_best == "auto"
+    assert cfg.train_cfg == {"type": "ResumableEpochLoop", "max_epochs": 2, "val_interval": 1}
+    assert cfg.train_dataloader.sampler == {"type": "ResumableSampler", "shuffle": False}
+
+
+def test_the_commands_take_a_config_of_stock_parts(stock, tmp_path, command):
+    folder = tmp_path / "run"
+    refused = command("train", stock, "--auto-scale-lr")
+    assert "no auto_scale_lr.base_batch_size" in refused.err
+    done = command("train", stock, "--work-dir", folder)
+    assert done.status == 0, done.output
+    files = "model.safetensors, config.json, curves.png, record.json, checkpoints"
+    assert f"Done. In {folder}: {files}" in done.output
+    words = (stock, folder / "epoch_2.pth", "--out", tmp_path / "tested")
+    assert command("test", *words).status == 0
+
+
+@pytest.fixture
+def start(own, data_root, tmp_path):
+    def start(saved, more=""):
+        torch.save(saved, tmp_path / "timm.pth")
+        text = f"load_from = {str(tmp_path / 'timm.pth')!r}\ndefault_hooks = dict(ema=None)"
+        path = own(f"{text}\n{more}")
+        cfg = load_config(path, data_root=str(data_root), work_dir=str(tmp_path))
+        cfg.experiment_name = str(tmp_path)
+        return TrainingRunner.from_cfg(cfg)
+
+    return start
+
+
+@pytest.mark.parametrize("saved", ["weights", "checkpoint"])
+def test_a_run_starts_from_a_checkpoint_of_timm(saved, start):
+    """mmengine would only warn that no name fits, and train from scratch."""
+    weights = timm.create_model("tokenformer_tiny", **SIZES, num_classes=3).state_dict()
+    content = {"state_dict": weights, "arch": "tokenformer_tiny", "epoch": 3, "optimizer": {}}
+    runner = start(weights if saved == "weights" else content)
+    runner.load_or_resume()
+    loaded = timm_state_dict(runner.model.state_dict())
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], each) for name, each in weights.items())
+
+
+def test_weights_with_another_head_do_not_let_a_model_grow(start):
+    schedule = [{"epoch": 1, "num_ffn_param_tokens": 128}]
+    hook = {"type": "GrowthHook", "schedule": schedule}
+    weights = timm.create_model("tokenformer_tiny", **SIZES, num_classes=7).state_dict()
+    runner = start(weights, f"custom_hooks = [{hook!r}]")
+    before = {name: each.shape for name, each in runner.model.state_dict().items()}
+    with pytest.raises(InputError, match=r"head\.fc\.weight is \(7, 24\) in the file"):
+        runner.load_or_resume()
+    assert {name: each.shape for name, each in runner.model.state_dict().items()} == before

@@ -29,7 +29,6 @@ OPTIONS = ("--cfg-options", "train_cfg.max_epochs=2", "train_dataloader.num_work
 
 
 def write(path, images, labels):
-    """Write a parquet file of several row groups."""
     features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=CLASSES)}
     rows = [{"bytes": image, "path": None} for image in images]
     table = {"image": rows, "label": labels}
@@ -56,7 +55,6 @@ def source(data_root, tmp_path_factory, session_seed, arrow_cache):
 
 @pytest.fixture(scope="module")
 def train_parquet(train, config, source, tmp_path_factory):
-    """Runs on the parquet files."""
     path = tmp_path_factory.mktemp("configs") / "small.py"
     path.write_text(CONFIG.format(config=config))
     runs = train.of(path)
@@ -66,7 +64,6 @@ def train_parquet(train, config, source, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(train_parquet, tmp_path_factory):
-    """A finished run on the parquet files, to be read and not to be changed."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     train_parquet(folder, *OPTIONS)
     return folder

@@ -4,15 +4,12 @@ import copy
 
 import pytest
 import torch
-from mmpretrain.models import ClsDataPreprocessor
 from mmpretrain.registry import MODELS
 from mmpretrain.structures import DataSample
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits
 
-from tokenformer_vit.errors import InputError
-from tokenformer_vit.training.config import check_config, load_config
-from tokenformer_vit.training.data.mixing import BinaryCrossEntropy, LabelHead, LabelPreprocessor
+from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.data.mixing import LabelHead, LabelPreprocessor
 
 CLASSES = 5
 MIXUP, CUTMIX = {"type": "Mixup", "alpha": 0.8}, {"type": "CutMix", "alpha": 1.0}
@@ -51,30 +48,6 @@ def test_repeated_augmentation_does_not_mix_an_image_with_its_copies():
     assert alone / (40 * 96) < 0.05
 
 
-@pytest.mark.parametrize("options", [{}, {"to_rgb": True}, {"pad_size_divisor": 8}])
-def test_images_are_normalised_as_by_mmpretrain(options):
-    options = {"mean": [3.0, 50.0, 99.0], "std": [57.0, 58.0, 59.0], "num_classes": 5, **options}
-    images, labels = torch.randint(256, (4, 3, 7, 9)).byte(), torch.arange(4)
-    got = LabelPreprocessor(**options)({"inputs": images.clone(), "data_samples": labels})
-    expected = ClsDataPreprocessor(**options)({"inputs": images})
-    assert torch.equal(got["inputs"], expected["inputs"])
-
-
-def test_every_class_of_a_mixed_image_is_a_target_of_binary_cross_entropy():
-    head = LabelHead(num_classes=5, in_channels=7, loss={"type": "BinaryCrossEntropy"})
-    features = (torch.randn(4, 7),)
-    scores = torch.zeros(4, 5).scatter_(1, torch.tensor([[0, 3], [1, 2], [4, 0], [2, 3]]), 0.3)
-    scores[0, 0] = 0.7
-    expected = binary_cross_entropy_with_logits(head(features), scores.gt(0).float())
-    assert torch.equal(head.loss(features, scores)["loss"], expected)  # the mean over classes
-
-
-def test_smoothing_needs_scores_that_are_kept():
-    with pytest.raises(InputError, match=r"target_threshold 0\.0: set smoothing=0"):
-        BinaryCrossEntropy(smoothing=0.1)
-    assert BinaryCrossEntropy(0.1, None)(torch.randn(3, 5), torch.tensor([0, 1, 4])) > 0
-
-
 def test_smoothed_labels_give_the_loss_of_mmpretrain_and_pytorch():
     features, labels = (torch.randn(7, 4),), torch.randint(0, CLASSES, (7,))
     smoothing = {"type": "LabelSmoothLoss", "label_smooth_val": 0.1}
@@ -107,11 +80,3 @@ def test_labels_as_one_tensor_give_the_gradients_of_data_samples(config, augment
         found.append([parameter.grad for parameter in twin.parameters()])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
-
-
-def test_labels_that_would_not_be_mixed_are_refused(config):
-    stock = load_config(config, {"data_preprocessor.type": "ClsDataPreprocessor"})
-    with pytest.raises(InputError, match=r"only a LabelPreprocessor mixes.*PackInputs"):
-        check_config(stock)
-    stock.model.train_cfg = None
-    check_config(stock)
