@@ -60,39 +60,31 @@ def tree(folder):
 
 def test_bytes_classes_and_suffixes_are_kept(source, tmp_path, capsys):
     run(source, tmp_path / "out")
-    files = tree(tmp_path / "out")
-    labels = [0, 1, 2, 0, 1, 2, 0]
-    for row, label in enumerate(labels):
-        suffix, kind = (("jpg", "JPEG"), ("png", "PNG"))[row % 2]
-        assert files[f"train/{NAMES[label]}/train_{row:07d}.{suffix}"] == encoded(row, kind)
-    assert len([name for name in files if name.startswith("train/")]) == 12
-    assert sorted(name for name in files if name.startswith("val/")) == [
-        "val/ant/val_0000002.jpg",
-        "val/bee/val_0000001.png",
-        "val/cat/val_0000000.jpg",
-    ]
     assert f"{tmp_path}/out/train: 12 images of 3 of 3 classes" in capsys.readouterr().out
+    files = tree(tmp_path / "out")
+    assert len(files) == 15
+    for split, labels in (("train", [0, 1, 2, 0, 1, 2, 0]), ("val", [2, 1, 0])):
+        for row, label in enumerate(labels):
+            suffix, kind = (("jpg", "JPEG"), ("png", "PNG"))[row % 2]
+            name = f"{split}/{NAMES[label]}/{split}_{row:07d}.{suffix}"
+            assert files[name] == encoded(row, kind)
 
 
-def test_same_tree_after_an_interruption_anywhere(source, tmp_path, monkeypatch):
+def test_an_interrupted_run_is_continued(source, tmp_path, monkeypatch):
     run(source, tmp_path / "whole")
-    whole, replace = tree(tmp_path / "whole"), Path.replace
-    for stop in range(0, len(whole), 3):
-        target = tmp_path / f"killed{stop}"
-        left = iter(range(stop))
+    replace, left = Path.replace, iter(range(4))
 
-        def die(partial, path, left=left):
-            if next(left, None) is None:
-                raise KeyboardInterrupt
-            return replace(partial, path)
+    def die(partial, path):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return replace(partial, path)
 
-        monkeypatch.setattr(Path, "replace", die)
-        with pytest.raises(KeyboardInterrupt):
-            run(source, target)
-        monkeypatch.setattr(Path, "replace", replace)
-        assert sum(name.endswith((".jpg", ".png")) for name in tree(target)) == stop
-        run(source, target)
-        assert tree(target) == whole
+    monkeypatch.setattr(Path, "replace", die)
+    with pytest.raises(KeyboardInterrupt):
+        run(source, tmp_path / "killed")
+    monkeypatch.undo()
+    run(source, tmp_path / "killed")
+    assert tree(tmp_path / "killed") == tree(tmp_path / "whole")
     monkeypatch.setattr(Path, "replace", lambda *_: pytest.fail("wrote what was there"))
     run(source, tmp_path / "whole")
 
@@ -123,11 +115,11 @@ def test_splits_and_columns_are_found_or_named(source, tmp_path):
         "train/bee/train_0000001.png",
         "val/bee/val_0000000.jpg",
     ]
-    write_shard(tmp_path / "odd/everything.parquet", [0])
-    refused("name --splits .* of one data set: everything", tmp_path / "odd", tmp_path / "c")
+    write_shard(tmp_path / "odd/other.parquet", [0])
+    refused("name --splits .* of one data set: other", tmp_path / "odd", tmp_path / "c")
     write_shard(tmp_path / "odd/train.parquet", [0])
     write_shard(tmp_path / "odd/val.parquet", [0], NAMES[::-1])
-    refused("of one data set: everything, train, val", tmp_path / "odd", tmp_path / "c")
+    refused("of one data set: other, train, val", tmp_path / "odd", tmp_path / "c")
 
 
 def test_nothing_is_written_for_a_wrong_label_or_among_other_images(source, tmp_path):
@@ -138,12 +130,10 @@ def test_nothing_is_written_for_a_wrong_label_or_among_other_images(source, tmp_
     assert tree(tmp_path / "out") == {}
 
 
-@pytest.mark.parametrize("data", [b"not an image", b""])
-def test_a_bad_image_is_named(data, tmp_path):
-    images = [*(encoded(row, "PNG") for row in range(5)), data, encoded(6, "PNG")]
-    write_shard(tmp_path / "in/train.parquet", [0] * 7, images=images)
-    refused(f"^{tmp_path}/in, train, row 5: ", tmp_path / "in", tmp_path / "out")
-    assert len([name for name in tree(tmp_path / "out") if name.endswith(".png")]) == 5
+def test_a_bad_image_is_named(tmp_path):
+    images = [encoded(0, "PNG"), b"", encoded(2, "PNG")]
+    write_shard(tmp_path / "in/train.parquet", [0] * 3, images=images)
+    refused(f"^{tmp_path}/in, train, row 1: ", tmp_path / "in", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -181,13 +171,3 @@ def test_check_lists_what_cannot_be_decoded(source, tmp_path, capsys):
     *lines, last = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[1] for line in lines] == [str(cut), str(empty)]
     assert last == "2 are unreadable"
-
-
-@pytest.mark.parametrize(
-    ("name", "folder"), [("cifar10", "truck"), ("imagenette_128", "3_chain_saw")]
-)
-def test_real_data(name, folder, shared_data, tmp_path):
-    run(shared_data(name), tmp_path, "--limit", 500, "--limit-val", 200)
-    assert len(tree(tmp_path / "train")) == 500
-    assert len(tree(tmp_path / "val")) == 200
-    assert os.listdir(tmp_path / "train" / folder)
