@@ -20,20 +20,19 @@ TINY += ["--depth", "1", "--img-size", "32", "--device", "cpu"]
 ABSENT = ("matplotlib", "mmcv", "mmengine", "mmpretrain", "rich", "transformers")
 
 
-def check_arithmetic(record, unit="image"):
+def check_arithmetic(record):
     """Compute the figures of a record again, with NumPy, from the raw seconds."""
+    unit = record["unit"]
     for group in record["groups"]:
         rows = {row["variant"]: row for row in group["variants"]}
-        against = "baseline eager" if group["mode"] == "decode" else "baseline compiled"
+        against = rows.get(f"baseline {'eager' if group['mode'] == 'decode' else 'compiled'}")
         for row in rows.values():
-            figures = {"seconds": row["seconds"]}
-            if against in rows:
-                figures["ratio"] = np.divide(rows[against]["seconds"], row["seconds"])
-            for name, values in figures.items():
-                found = [row[f"{name}_p{p}"] for p in (20, 50, 80)]
-                assert found == pytest.approx(np.percentile(values, (20, 50, 80)), rel=1e-4)
             rate = group["items"] / np.median(row["seconds"])
             assert row[f"{unit}s_per_s"] == pytest.approx(rate, rel=1e-4)
+            if against:
+                ratios = np.divide(against["seconds"], row["seconds"])
+                found = [row[f"ratio_p{p}"] for p in (20, 50, 80)]
+                assert found == pytest.approx(np.percentile(ratios, (20, 50, 80)), rel=1e-4)
             model = "baseline" if row["implementation"] == "baseline" else "model"
             flops = rate * record[f"flops_per_{unit}"][model][group["mode"]]
             assert row["mfu"] == pytest.approx(flops / group["matmul_tflops"] / 1e12, rel=1e-4)
@@ -101,25 +100,19 @@ def test_records_can_be_drawn_later(tmp_path, capsys):
         assert len(picture.convert("RGB").getcolors(1_000_000)) > 10
 
 
-@pytest.mark.parametrize(
-    ("positions", "baseline", "parameters"),
-    [("learned", "transformer", 7_000_064), ("rotary", "transformer, rotary", 6_967_296)],
-)
-def test_language_models(measured, tmp_path, capsys, positions, baseline, parameters):
+def test_language_models(measured, tmp_path, capsys):
     pytest.importorskip("transformers", reason="pip install '.[language]'")
     path = tmp_path / "speed.json"
-    words = ["--lm", "tiny", "--depth", "2", "--num-tokens", "96", "--batch-sizes", "3"]
-    words += ["--precisions", "bfloat16", "--rounds", "4", "--device", "cpu", "--out", str(path)]
-    benchmark.main([*words, "--positions", positions])
+    words = "--lm tiny --depth 2 --num-tokens 96 --batch-sizes 3 --positions rotary --rounds 4"
+    benchmark.main([*words.split(), "--precisions", "bfloat16", "--out", str(path)])
     record = json.loads(path.read_text())
     items = {group["mode"]: group["items"] for group in record["groups"]}
     assert items == {"train": 3 * 96, "prefill": 3 * 96, "decode": 3 * 32}
     train, _, decode = ([row["variant"] for row in g["variants"]] for g in record["groups"])
     assert decode == train[::2]  # it is never compiled
-    assert (record["unit"], record["model"], record["baseline"]) == ("token", "tiny", baseline)
     assert (record["num_tokens"], record["depth"], record["config"]["depth"]) == (96, 2, 2)
-    assert record["parameters"]["baseline"] == parameters
-    check_arithmetic(record, "token")
+    assert record["parameters"]["baseline"] == 6_967_296
+    check_arithmetic(record)
     assert "tokens/s" in capsys.readouterr().out
 
 
@@ -138,7 +131,7 @@ def test_bad_input(words, message, measured, tmp_path):
 
 
 def test_compilation_that_is_switched_off(monkeypatch):
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # eager figures would count as compiled ones
     with pytest.raises(InputError, match=r"TORCHDYNAMO_DISABLE=1 .* give --eager"):
         benchmark.main(TINY)
 

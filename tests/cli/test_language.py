@@ -1,0 +1,190 @@
+"""prepare-text, generate and evaluate-lm as a user starts them."""
+
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="pip install '.[language]'")
+
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from tokenformer_vit.cli import evaluate_lm, generate, prepare_text
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import TokenMasks, count_pairs
+from tokenformer_vit.language import (
+    MASKS,
+    TokenFormerConfig,
+    TokenFormerForCausalLM,
+    byte_tokenizer,
+    load_tokenizer,
+    save_language_model,
+)
+from tokenformer_vit.language.data import open_tokens, read_text_meta
+from tokenformer_vit.language.evaluation import measure_text
+
+pytestmark = pytest.mark.usefixtures("arrow_cache")
+TEXT = "Ein Text für das Modell, etwas länger als sein Kontext.\n" * 2
+
+
+def run(command, *words):
+    command.main([str(word) for word in words])
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Two files of text and one of rows."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("a", "b"):
+        lines = (f"{name} says {number * number} é\n" for number in range(1200))
+        (folder / f"{name}.txt").write_text("".join(lines))
+    rows = (json.dumps({"text": f"row {number} " * 4, "id": number}) for number in range(400))
+    (folder / "c.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Return a folder with a model that writes the letter a, and its tokenizer."""
+    sizes = {"vocab_size": 258, "context_length": 20, "embed_dim": 32, "depth": 1}
+    model = TokenFormerForCausalLM(TokenFormerConfig(**sizes, num_heads=2, rotary_share=0.5))
+    with torch.no_grad():
+        model.model.norm.bias.copy_(model.lm_head.weight[ord("a")] * 1000)
+    save_language_model(model, tmp_path / "model", byte_tokenizer())
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_what_is_prepared_is_the_text(texts, tmp_path, capsys, tokenizer):
+    out = tmp_path / "new" / "out"
+    words = ("--tokenizer", tokenizer, "--val-share", 0.1, "--context-length", 16)
+    run(prepare_text, texts, out, *words)
+    meta, reader = read_text_meta(out), load_tokenizer(out)
+    assert meta["vocab_size"] == len(reader) <= 300
+    assert (meta["tokenizer"], meta["context_length"]) == (tokenizer, 16)
+    train = meta["splits"]["train"]
+    assert f"train: {train['tokens']:,} tokens, {train['documents']:,} documents" in (
+        capsys.readouterr().out
+    )
+    parts = {split: reader.decode(open_tokens(out, split)) for split in ("train", "val")}
+    parts = {split: text.split("<|endoftext|>") for split, text in parts.items()}
+    # The end of each file is held out.
+    found = {text for one in parts["train"] for text in (one + two for two in parts["val"])}
+    assert {(texts / f"{name}.txt").read_text() for name in "ab"} <= found
+    with pytest.raises(InputError, match="already exists; choose another OUT"):
+        run(prepare_text, texts, out)
+
+
+def test_held_out_files_columns_and_lines(texts, tmp_path):
+    rows, length = texts / "c.jsonl", ("--context-length", 9)
+    words = (rows, texts / "a.txt", tmp_path / "out", *length, "--val", texts / "b.txt")
+    run(prepare_text, *words)
+    meta = read_text_meta(tmp_path / "out")
+    assert meta["splits"]["train"]["documents"] == 401
+    assert meta["splits"]["val"]["bytes"] == (texts / "b.txt").stat().st_size
+    lines = ("--documents", "line", "--limit-tokens", 900, "--val-share", 0.3)
+    run(prepare_text, texts / "a.txt", tmp_path / "lines", *lines, *length)
+    train = read_text_meta(tmp_path / "lines")["splits"]["train"]
+    assert 900 <= train["tokens"] < 1000
+    assert train["documents"] > 50
+
+
+def test_digits_for_the_smallest_check_of_training(tmp_path):
+    run(prepare_text, "--reversal", 1000, tmp_path / "out", "--val-share", 0.05)
+    assert read_text_meta(tmp_path / "out")["context_length"] == 34  # a row is a line
+    parts = [open_tokens(tmp_path / "out", split)[:-1] for split in ("train", "val")]
+    train, val = (bytes(part.astype("uint8")).decode().splitlines() for part in parts)
+    assert all(line[:16] == line[:16:-1] for line in train + val)
+    assert (len(val), len(set(train + val))) == (50, 1000)
+
+
+def test_prompts_are_continued(model, capsys, tmp_path, monkeypatch):
+    def write(*words):
+        run(generate, model, *words)
+        return capsys.readouterr().out
+
+    greedy = write("one", "two", "--greedy", "--max-new-tokens", 6)
+    assert greedy == "oneaaaaaa\n\ntwoaaaaaa\n"
+    how = ("--temperature", 50, "--top-k", 20, "--top-p", 0.99, "--max-new-tokens", 9, "--seed")
+    drawn = {write("one", *how, seed) for seed in (1, 2, 3)}
+    assert len(drawn) > 1
+    assert write("one", *how, 2) in drawn
+    tokenizer = (model / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    (model / "tokenizer_config.json").unlink()
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n"))
+    assert write("--greedy", "--max-new-tokens", 6, "--tokenizer", tokenizer) == greedy
+    # The context ends after 20 tokens.
+    assert write("x" * 17, "--greedy", "--tokenizer", tokenizer) == "x" * 17 + "aaa\n"
+
+
+def test_a_text_and_its_tokens_are_measured(model, text, tmp_path, capsys):
+    data = tmp_path / "data"
+    run(prepare_text, text, data, "--val-share", 0, "--context-length", 10)
+    run(evaluate_lm, model, "--data", data, "--split", "train", "--text", text, "--stride", 8)
+    found = json.loads((model / "evaluation.json").read_text())
+    assert {"context": 20, "stride": 8, "amp": False}.items() <= found.items()
+    assert {"command", "commit", "date", "hardware", "versions", "parameters"} <= found.keys()
+    values, tokens = found["texts"][str(text)], np.array([*TEXT.encode(), 256])
+    loaded = TokenFormerForCausalLM.from_pretrained(model).eval()
+    predicted, nats = measure_text(loaded, tokens[:-1], 20, 8)
+    assert (values["tokens"], values["bytes"], values["words"]) == (predicted, len(tokens) - 1, 20)
+    assert values["loss"] == pytest.approx(nats / predicted)
+    assert values["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(TEXT.encode()))
+    assert f"{values['perplexity']:.5g}" in capsys.readouterr().out
+    split = found["texts"][f"{data} train"]
+    assert split["tokens"] == predicted + 1  # and the end of the text
+    assert split["loss"] * split["tokens"] == pytest.approx(measure_text(loaded, tokens, 20, 8)[1])
+
+
+def test_a_mask_is_chosen_by_its_name(model, text):
+    loaded = TokenFormerForCausalLM.from_pretrained(model).eval()
+    masks = TokenMasks(loaded)
+    masks.add("half", {name: slice(count // 2) for name, count in count_pairs(loaded).items()})
+    torch.save(masks.pairs, model / MASKS)
+    run(evaluate_lm, model, "--text", text, "--mask", "half", "--out", model / "half.json")
+    masks.activate("half")
+    predicted, nats = measure_text(loaded, np.array([*TEXT.encode()]), 20)
+    (values,) = json.loads((model / "half.json").read_text())["texts"].values()
+    assert values["loss"] == pytest.approx(nats / predicted)
+
+
+def test_other_models_are_measured(text, tmp_path):
+    sizes = GPT2Config(vocab_size=258, n_positions=16, n_embd=32, n_layer=1, n_head=2)
+    save_language_model(GPT2LMHeadModel(sizes).bfloat16(), tmp_path / "gpt", byte_tokenizer())
+    run(evaluate_lm, tmp_path / "gpt", "--text", text, "--amp")
+    assert json.loads((tmp_path / "gpt" / "evaluation.json").read_text())["context"] == 16
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        (prepare_text, "texts out --val texts/b.txt", r"b\.txt is both a source and in --val"),
+        (prepare_text, "texts/c.jsonl out --column x", "no column 'x'; choose one with --column"),
+        (prepare_text, "absent out", "absent is no file, and no folder with files that end in"),
+        (prepare_text, "texts out --val-share 2", "at least 0 and below 1, but got 2"),
+        (prepare_text, "x out --hub y", "give SOURCE... OUT, or --hub NAME OUT"),
+        (prepare_text, "out --reversal 9 --context-length 33", "needs .* --context-length 34"),
+        (generate, "absent one", r"there is no .*config\.json; give a folder"),
+        (generate, "model xxxxxxxxxxxxxxxxxxxxxx", "prompt has 22 tokens.*shorten it"),
+        (evaluate_lm, "model", "nothing to evaluate: give --text or --data"),
+        (evaluate_lm, "model --text absent", "there is no file absent; give existing files"),
+        (evaluate_lm, "model --data absent", "there is no folder absent; make a folder"),
+        (evaluate_lm, "model --data x --context 21", "--context 21 <= 20, the model's .* smaller"),
+        (evaluate_lm, "model --data x --mask half", "model has no masks .* no mask 'half'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(command, words, message, texts, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=message):
+        run(command, *words.split())
+    assert not (tmp_path / "out").exists()
