@@ -64,7 +64,7 @@ def load_data(args: argparse.Namespace) -> tuple[Images, Images]:
             files = table["image" if "image" in table else "img"]
             images = (Image.open(io.BytesIO(row["bytes"])).convert("RGB") for row in files)
             pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
-            labels = torch.tensor(table["label"].to_numpy())
+            labels = torch.tensor(list(table["label"]))
             parts.append((pixels.permute(0, 3, 1, 2).contiguous(), labels))
         args.work_dir.mkdir(parents=True, exist_ok=True)
         with whole_file(cache) as target:

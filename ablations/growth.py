@@ -1,6 +1,6 @@
 """What does growth save? In one schedule, in stages after a trained small model, and at first."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from models import (
@@ -15,6 +15,7 @@ from models import (
     matched_transformer,
     matched_vit,
     resized,
+    set_sizes,
     several,
     share_of_pairs,
 )
@@ -52,6 +53,9 @@ LM_SCHEDULES = """How often should a language model grow? In 20, 10 or 5 equal s
 A course report of 2024 has these schedules (G64, G128, G256), resets the optimiser's moments at
 each growth, and has a constant learning rate; here it follows the config's schedule."""
 
+Size = Callable[[Sizes, float], Mapping[str, int]]  # of a share of the full size
+References = Mapping[str, tuple[str, Change]]
+
 INITS = {
     "zero_key": "zero keys",
     "duplicate": "duplicates",
@@ -63,19 +67,12 @@ ACCOUNTS = {"sunk": 0.0, "shared": 1 / 3, "counted": 1.0}  # shares of the small
 STEPS = 50  # between two validations; each takes about as long as 40 training steps
 
 
-def hidden(sizes: Sizes, share: float) -> dict[str, int]:
-    """Return a share of the hidden neurons of the matched Transformer."""
-    return sizes.hidden(share)
-
-
 def depth(sizes: Sizes, share: float) -> dict[str, int]:
     """Return a share of the blocks."""
     return {"depth": max(1, round(share * sizes.depth))}
 
 
-def during(
-    shares: tuple[float, ...], size: Callable[[Sizes, float], Mapping[str, int]], **how: Any
-) -> Change:
+def during(shares: Sequence[float], size: Size, **how: Any) -> Change:
     """Start with the first share of the full size, and grow through the others in equal stages."""
 
     def change(cfg: Config, sizes: Sizes) -> None:
@@ -85,27 +82,27 @@ def during(
             {unit: round(stage / len(shares) * cfg["train_cfg"][key]), **size(sizes, share)}
             for stage, share in enumerate(shares)
         ]
+        set_sizes(cfg, size(sizes, shares[0]))
         kind = "GrowthHook" if size is Sizes.pairs else "Net2NetHook"
-        several(
-            resized(lambda sizes: size(sizes, shares[0])),
-            hook(kind, schedule=schedule[1:], **how),
-        )(cfg, sizes)
+        hook(kind, schedule=schedule[1:], **how)(cfg, sizes)
 
     return change
 
 
-def at_start(size: Callable[[Sizes], Mapping[str, int]], kind: str, **how: Any) -> Change:
-    """Grow after the first iteration, in which the warm-up has hardly begun."""
+def at_start(size: Size, share: float, times: int = 1, **how: Any) -> Change:
+    """Grow to a multiple of a share, after the first iteration: the warm-up has hardly begun."""
 
     def change(cfg: Config, sizes: Sizes) -> None:
-        hook(kind, schedule=[{"iteration": 1, **size(sizes)}], **how)(cfg, sizes)
+        kind = "GrowthHook" if size is Sizes.pairs else "Net2NetHook"
+        new = {key: times * number for key, number in size(sizes, share).items()}
+        hook(kind, schedule=[{"iteration": 1, **new}], **how)(cfg, sizes)
 
     return change
 
 
 def in_one_schedule(
     small: Mapping[str, tuple[str, float]], unit: str, short: float, others: Iterable[Variant]
-) -> tuple[Variant, ...]:
+) -> Iterator[Variant]:
     """Compare models that have their size from the start with growth through these sizes.
 
     Args:
@@ -114,39 +111,34 @@ def in_one_schedule(
         short: Share of the run after which the grown models have cost as much.
         others: The Transformers.
     """
+    for name, (label, share) in small.items():
+        yield Variant(name, f"{label} of the pairs", share_of_pairs(share))
+    yield Variant("large", "all pairs: the largest", base_model)
+    yield Variant("large_short", f"the largest, fewer {unit}", lasting(short))
     name, (label, least) = next(iter(small.items()))
+    longer = several(share_of_pairs(least), lasting(2))
+    yield Variant(f"{name}_long", f"{label}, twice the {unit}", longer)
     shares = (*(share for _, share in small.values()), 1)
     compare = ("large", "large_short", f"{name}_long")
-    return (
-        *(Variant(n, f"{text} of the pairs", share_of_pairs(s)) for n, (text, s) in small.items()),
-        Variant("large", "all pairs: the largest", base_model),
-        Variant("large_short", f"the largest, fewer {unit}", lasting(short)),
-        Variant(
-            f"{name}_long",
-            f"{label}, twice the {unit}",
-            several(share_of_pairs(least), lasting(2)),
-        ),
-        Variant("zero_key", "grown, zero keys", during(shares, Sizes.pairs), compare=compare),
-        *(
-            Variant(init, f"grown, {text}", during(shares, Sizes.pairs, init=init), compare=compare)
-            for init, text in (("duplicate", "duplicates"), ("random", "random"))
-        ),
-        *others,
-    )
+    for init, label in INITS.items():
+        if init != "released":
+            # Zero keys are the default of the hook.
+            how = {} if init == "zero_key" else {"init": init}
+            grown = during(shares, Sizes.pairs, **how)
+            yield Variant(init, f"grown, {label}", grown, compare=compare)
+    yield from others
 
 
-def transformers(shares: tuple[float, ...]) -> Iterator[Variant]:
+def transformers(shares: Sequence[float]) -> Iterator[Variant]:
     """Yield the matched Transformers from scratch, and grown by Net2Net."""
-    for positions, label in TRANSFORMERS.items():
-        prefix = "rotary_" if positions == "rotary" else ""
-        whole = matched_transformer(positions)
+    for prefix, (label, whole) in LM_REFERENCES.items():
         name = prefix.strip("_") or "transformer"
         yield Variant(name, f"{label}, matched", whole)
-        grown = several(whole, during(shares, hidden))
+        grown = several(whole, during(shares, Sizes.hidden))
         yield Variant(f"{prefix}net2net", f"{label}, Net2Net", grown, compare=(name,))
 
 
-def stages(times: tuple[int, ...], references: Mapping[str, tuple[str, Change]]):
+def stages(times: Sequence[int], references: References) -> Iterator[Variant]:
     """Yield a small model, models that are several times as large, and growth between them.
 
     Args:
@@ -155,17 +147,12 @@ def stages(times: tuple[int, ...], references: Mapping[str, tuple[str, Change]])
     """
     last = max(times)
 
-    def pairs(sizes: Sizes, number: int) -> dict[str, int]:
-        return {key: number * count for key, count in sizes.pairs(1 / last).items()}
-
-    def neurons(sizes: Sizes, number: int) -> dict[str, int]:
-        return {key: number * count for key, count in sizes.hidden(1 / last).items()}
-
     def ours(number: int) -> Change:
-        return resized(lambda sizes: pairs(sizes, number))
+        return resized(lambda s: {k: number * n for k, n in s.pairs(1 / last).items()})
 
     def theirs(change: Change, number: int) -> Change:
-        return several(change, resized(lambda sizes: neurons(sizes, number)))
+        neurons = resized(lambda s: {k: number * n for k, n in s.hidden(1 / last).items()})
+        return several(change, neurons)
 
     yield Variant("small", "small", ours(1), compare=tuple(f"{p}reference" for p in references))
     for prefix, (label, change) in references.items():
@@ -178,41 +165,45 @@ def stages(times: tuple[int, ...], references: Mapping[str, tuple[str, Change]])
             whole = theirs(change, number)
             yield Variant(f"{name}_{prefix}reference", f"{text}, {label}, from scratch", whole)
         for stage in LENGTHS:
-            cost = (name, stage / 100)
-            yield Variant(
-                f"{name}_same_{stage}",
-                f"small, not grown, cost of {label}, {stage} %",
-                base_model,
-                start="small",
-                costs=(cost,),
-            )
-            for account, share in ACCOUNTS.items():
-                yield Variant(
-                    f"{name}_{account}_{stage}",
-                    f"{label}, from scratch, cost of {stage} %, small model {account}",
-                    ours(number),
-                    compare=(name,),
-                    costs=(cost, ("small", share)),
-                )
-            others = (*ACCOUNTS, "same", *(f"{prefix}net2net" for prefix in references))
-            for init, text in INITS.items():
-                grow = at_start(lambda s, n=number: pairs(s, n), "GrowthHook", init=init)
-                yield Variant(
-                    f"{name}_{init}_{stage}",
-                    f"{label}, {text}, {stage} %",
-                    several(grow, lasting(stage / 100)),
-                    start="small",
-                    compare=(name, *(f"{name}_{other}_{stage}" for other in others)),
-                )
-            for prefix, (text, _) in references.items():
-                grow = at_start(lambda s, n=number: neurons(s, n), "Net2NetHook")
-                yield Variant(
-                    f"{name}_{prefix}net2net_{stage}",
-                    f"{text}, {label}, Net2Net, {stage} %",
-                    several(grow, lasting(stage / 100)),
-                    start=f"{prefix}reference",
-                    compare=(f"{name}_{prefix}reference",),
-                )
+            yield from equal_costs(name, label, stage, ours(number))
+            yield from grown(number, last, stage, references)
+
+
+def equal_costs(name: str, label: str, stage: int, whole: Change) -> Iterator[Variant]:
+    """Yield what the FLOPs of a stage could also train: the small model, or the large one."""
+    cost, same = (name, stage / 100), f"small, not grown, cost of {label}, {stage} %"
+    yield Variant(f"{name}_same_{stage}", same, base_model, start="small", costs=(cost,))
+    for account, share in ACCOUNTS.items():
+        yield Variant(
+            f"{name}_{account}_{stage}",
+            f"{label}, from scratch, cost of {stage} %, small model {account}",
+            whole,
+            compare=(name,),
+            costs=(cost, ("small", share)),
+        )
+
+
+def grown(number: int, last: int, stage: int, references: References) -> Iterator[Variant]:
+    """Yield the small model grown in each way and trained on, and Net2Net."""
+    name, label, length = f"x{number}", f"× {number}", lasting(stage / 100)
+    others = (*ACCOUNTS, "same", *(f"{prefix}net2net" for prefix in references))
+    compare = (name, *(f"{name}_{other}_{stage}" for other in others))
+    for init, text in INITS.items():
+        yield Variant(
+            f"{name}_{init}_{stage}",
+            f"{label}, {text}, {stage} %",
+            several(at_start(Sizes.pairs, 1 / last, number, init=init), length),
+            start="small",
+            compare=compare,
+        )
+    for prefix, (text, _) in references.items():
+        yield Variant(
+            f"{name}_{prefix}net2net_{stage}",
+            f"{text}, {label}, Net2Net, {stage} %",
+            several(at_start(Sizes.hidden, 1 / last, number), length),
+            start=f"{prefix}reference",
+            compare=(f"{name}_{prefix}reference",),
+        )
 
 
 def first_steps() -> Iterator[Variant]:
@@ -220,89 +211,74 @@ def first_steps() -> Iterator[Variant]:
 
     def often(cfg: Config, sizes: Sizes) -> None:
         length = cfg["train_cfg"]["max_iters"]
-        lasts = {"max_iters": length // 5, "val_interval": min(STEPS, length // 20)}
-        cfg["train_cfg"].update(lasts)
+        cfg["train_cfg"] |= {"max_iters": length // 5, "val_interval": min(STEPS, length // 20)}
         cfg["default_hooks"]["logger"]["interval"] = STEPS // 10
 
     yield Variant("small", "half of the pairs", share_of_pairs(1 / 2))
     yield Variant("same", "not grown", often, start="small")
-    for name, label, noise, how in (
-        ("zero_key", "zero keys", 0.0, {"init": "zero_key"}),
-        (
-            "zero_key_lr3",
-            "zero keys, new pairs × 3",
-            0.0,
-            {"init": "zero_key", "new_lr_scale": 3.0},
-        ),
-        (
-            "zero_key_lr10",
-            "zero keys, new pairs × 10",
-            0.0,
-            {"init": "zero_key", "new_lr_scale": 10.0},
-        ),
-        ("zero_key_noise1", "zero keys, noise 1 %", 0.01, {"init": "zero_key"}),
-        ("zero_key_noise10", "zero keys, noise 10 %", 0.1, {"init": "zero_key"}),
-        ("duplicate", "duplicates", 0.0, {"init": "duplicate"}),
-        ("random", "random, τ kept", 0.0, {"init": "random"}),
+    for name, label, init, noise, how in (
+        ("zero_key", "zero keys", "zero_key", 0, {}),
+        ("zero_key_lr3", "zero keys, new pairs × 3", "zero_key", 0, {"new_lr_scale": 3.0}),
+        ("zero_key_lr10", "zero keys, new pairs × 10", "zero_key", 0, {"new_lr_scale": 10.0}),
+        ("zero_key_noise1", "zero keys, noise 1 %", "zero_key", 0.01, {}),
+        ("zero_key_noise10", "zero keys, noise 10 %", "zero_key", 0.1, {}),
+        ("duplicate", "duplicates", "duplicate", 0, {}),
+        ("random", "random, τ kept", "random", 0, {}),
     ):
         changes = [hook("NoiseHook", noise=noise)] if noise else []
-        changes += [at_start(lambda sizes: sizes.pairs(1), "GrowthHook", **how), often]
+        changes += [at_start(Sizes.pairs, 1, init=init, **how), often]
         compare = ("same",) if name == "zero_key" else ("same", "zero_key")
         yield Variant(name, label, several(*changes), start="small", compare=compare)
 
 
-def in_steps(name: str, label: str, number: int, moments: str) -> Variant:
-    """Grow by equal numbers of pairs, in equal stages."""
-    shares = tuple(stage / number for stage in range(1, number + 1))
-    return Variant(name, label, during(shares, Sizes.pairs, moments=moments), compare=("large",))
+def in_steps() -> Iterator[Variant]:
+    """Yield growth by equal numbers of pairs, in equal stages."""
+    yield Variant("large", "all pairs from the start", base_model)
+    for name, label, number, moments in (
+        ("g64", "a twentieth at a time, moments reset (G64)", 20, "reset"),
+        ("g128", "a tenth at a time, moments reset (G128)", 10, "reset"),
+        ("g256", "a fifth at a time, moments reset (G256)", 5, "reset"),
+        ("g256_kept", "a fifth at a time, moments kept", 5, "keep"),
+    ):
+        shares = [stage / number for stage in range(1, number + 1)]
+        change = during(shares, Sizes.pairs, moments=moments)
+        yield Variant(name, label, change, compare=("large",))
 
 
-THIRDS, QUARTERS = (1 / 4, 1 / 2, 1), (1 / 8, 1 / 4, 1 / 2, 1)
+SHARES = (1 / 4, 1 / 2, 1)
+HALF, QUARTER = ("half", 1 / 2), ("a quarter", 1 / 4)
+PARTS = {"small": QUARTER, "medium": HALF}
+LM_PARTS = {"eighth": ("an eighth", 1 / 8), "quarter": QUARTER, "half": HALF}
 VITS = (
     Variant("vit", "ViT, matched", matched_vit),
-    Variant("net2net", "ViT, Net2Net", several(matched_vit, during(THIRDS, hidden))),
-    Variant("stacking", "ViT, stacking", several(matched_vit, during(THIRDS, depth))),
+    Variant(
+        "net2net", "ViT, Net2Net", several(matched_vit, during((1 / 4, 1 / 2, 1), Sizes.hidden))
+    ),
+    Variant("stacking", "ViT, stacking", several(matched_vit, during((1 / 4, 1 / 2, 1), depth))),
 )
-PARTS = {"small": ("a quarter", 1 / 4), "medium": ("half", 1 / 2)}
-LM_PARTS = {
-    "eighth": ("an eighth", 1 / 8),
-    "quarter": ("a quarter", 1 / 4),
-    "half": ("half", 1 / 2),
-}
-LM_REFERENCES = {
+LM_REFERENCES: References = {
     "": (TRANSFORMERS["learned"], matched_transformer("learned")),
     "rotary_": (TRANSFORMERS["rotary"], matched_transformer("rotary")),
 }
-
-
-def question(name: str, title: str, text: str, variants: Iterable[Variant]) -> Question:
-    """Return a question about models of several sizes; those of language have a perplexity."""
-    metric = "perplexity" if title.startswith("Language") else "top1"
-    return Question(name, title, text, tuple(variants), metric, same_size=False)
-
-
+IMAGES = (
+    ("growth", "Growth", GROWTH, in_one_schedule(PARTS, "epochs", 2 / 3, VITS)),
+    ("stages", "Growth in stages", STAGES, stages((2, 3), {"": ("ViT", matched_vit)})),
+)
+IN_ONE = in_one_schedule(LM_PARTS, "iterations", 3 / 5, transformers((1 / 8, 1 / 4, 1 / 2, 1)))
+LANGUAGE = (
+    ("lm_growth", "growth", LM_GROWTH, IN_ONE),
+    ("lm_stages", "growth in stages", STAGES, stages((2, 4), LM_REFERENCES)),
+    ("growth_start", "the first steps after growth", GROWTH_START, first_steps()),
+    ("lm_schedules", "schedules of growth", LM_SCHEDULES, in_steps()),
+)
 QUESTIONS = (
-    question("growth", "Growth", GROWTH, in_one_schedule(PARTS, "epochs", 2 / 3, VITS)),
-    question("stages", "Growth in stages", STAGES, stages((2, 3), {"": ("ViT", matched_vit)})),
-    question(
-        "lm_growth",
-        "Language: growth",
-        LM_GROWTH,
-        in_one_schedule(LM_PARTS, "iterations", 3 / 5, transformers(QUARTERS)),
+    *(
+        Question(name, title, text, tuple(own), same_size=False)
+        for name, title, text, own in IMAGES
     ),
-    question("lm_stages", "Language: growth in stages", STAGES, stages((2, 4), LM_REFERENCES)),
-    question("growth_start", "Language: the first steps after growth", GROWTH_START, first_steps()),
-    question(
-        "lm_schedules",
-        "Language: schedules of growth",
-        LM_SCHEDULES,
-        (
-            Variant("large", "all pairs from the start", base_model),
-            in_steps("g64", "a twentieth at a time, moments reset (G64)", 20, "reset"),
-            in_steps("g128", "a tenth at a time, moments reset (G128)", 10, "reset"),
-            in_steps("g256", "a fifth at a time, moments reset (G256)", 5, "reset"),
-            in_steps("g256_kept", "a fifth at a time, moments kept", 5, "keep"),
-        ),
+    *(
+        Question(name, f"Language: {title}", text, tuple(own), "perplexity", same_size=False)
+        for name, title, text, own in LANGUAGE
     ),
 )
 

@@ -1,6 +1,6 @@
-"""Pairs of its own for each text of a language model: what only lm_languages needs of a training.
+"""What only ablations of language need of a training: pairs for each text, and held-out rows.
 
-The configs of its runs name these classes with this module, because it needs transformers.
+Configs name these classes with their module, because it needs transformers.
 """
 
 from collections.abc import Mapping

@@ -49,12 +49,7 @@ class Sizes:
         return {name: max(1, round(share * count)) for name, count in self.counts.items()}
 
     def hidden(self, share: float, pairs: float = 1) -> dict[str, int]:
-        """Return a share of the hidden neurons of the Transformer with the weights of the pairs.
-
-        Args:
-            share: Share of the neurons; at least one stays.
-            pairs: Share of the pairs that the whole Transformer has the weights of.
-        """
+        """Return a share of the neurons of the Transformer that has the weights of some pairs."""
         number = round(pairs * self.pairs_of_block)
         remedy = "give --variants without the matched Transformers"
         whole = matched_hidden(self.embed_dim, number, remedy)

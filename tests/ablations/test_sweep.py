@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import results
 import sweep
-import torch
 from nested import QUESTIONS as NESTED
 from theta import QUESTIONS as THETA
 
@@ -163,10 +162,3 @@ def test_changes_of_the_repository_are_refused_or_mark_the_rows(tmp_path, monkey
     with pytest.raises(InputError, match=r"ablations/sweep\.py: commit"):
         sweep.commit_of(False)
     assert sweep.commit_of(True).endswith("-dirty")
-
-
-def test_each_job_has_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    seen = [sweep.environment_of(slot, 3)["CUDA_VISIBLE_DEVICES"] for slot in range(3)]
-    assert seen == ["4", "5", "4"]
