@@ -1,12 +1,10 @@
 """The commands: ``tokenformer-vit train``, ``tokenformer-vit predict`` and so on.
 
 A command is a module of this package, in ``COMMANDS``, with a function ``main(argv)``. It parses
-this list of words with ``Parser(prog="tokenformer-vit NAME", description=__doc__)`` of
-``arguments``, which also has the options that several commands share, and types such as
-``whole_number(1)`` and ``device``. A wrong option, like any wrong input, raises an ``InputError``.
-:func:`run` calls such a function, also that of a script outside the package, as ``run(main)``: an
-``InputError`` becomes one line on stderr and exit status 2, Ctrl-C becomes status 130, and every
-other exception keeps its traceback. Commands print plain lines.
+these words by the ``Parser`` of ``arguments``, which also has the options that several commands
+share. A wrong option, like any wrong input, raises an ``InputError``. :func:`run` calls such a
+function, also that of a script outside the package, as ``run(main)``: an ``InputError`` becomes one
+line on stderr and status 2, Ctrl-C status 130, and all else keeps its traceback.
 """
 
 import argparse

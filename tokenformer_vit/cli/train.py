@@ -3,7 +3,6 @@
 A config is your own file, or comes with the package. A folder holds one folder of images for each
 class, directly or within train/ and val/; a first run needs nothing else, and writes a config::
 
-    tokenformer-vit train configs/imagenet_base.py
     tokenformer-vit train photos
     tokenformer-vit train photos --checkpoint work_dirs/run --work-dir work_dirs/photos_tuned
 """
@@ -15,9 +14,9 @@ from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
+from mmengine.config import Config
 from mmengine.dist import broadcast_object_list
 
 from tokenformer_vit.errors import InputError
@@ -78,13 +77,10 @@ def main(argv: list[str]) -> None:
         print(f"\nDone. In {work_dir}: {', '.join(written)}, checkpoints (*.pth), and logs")
 
 
-def _configure(args: argparse.Namespace) -> Any:
+def _configure(args: argparse.Namespace) -> Config:
     """Read the config, and let the options change it."""
-    options = args.cfg_options or {}
-    if args.seed is not None:
-        options["randomness.seed"] = args.seed
-    if args.batch_size:
-        options["train_dataloader.batch_size"] = args.batch_size
+    typed = {"randomness.seed": args.seed, "train_dataloader.batch_size": args.batch_size}
+    options = (args.cfg_options or {}) | {k: v for k, v in typed.items() if v is not None}
     cfg = config.load_config(args.config, options, args.data_root, args.work_dir, args.compile)
     cfg.launcher = args.launcher
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
