@@ -21,7 +21,6 @@ TRAIN = [
     "simplejpeg>=1.9",  # decodes JPEGs; without it Pillow does
     "matplotlib>=3.10",
     "pandas>=2.2.3",  # the tables of ablations
-    "pyyaml>=6.0.2",  # reads what mmengine stores
     "scikit-learn>=1.6",  # the digits of the demonstration
 ]
 # Before 14.0.1 a Parquet file ran code (CVE-2023-47248); before 23.0.1 Arrow's own reader of IPC
@@ -35,7 +34,6 @@ LANGUAGE = [
     "transformers>=5.24",  # before, caches had another name
     "tokenizers>=0.22",
     "zstandard>=0.23",  # reads the Pile
-    "typing_extensions>=4.12",
 ]
 EVALUATION = ["lm_eval>=0.4.13", "accelerate>=1.3"]  # transformers.Trainer needs accelerate
 
@@ -81,7 +79,6 @@ setup(
         "numpy>=2.1",
         "safetensors>=0.5",
         "filelock>=3.13",
-        "rich>=13.9",  # the tables that commands print
         "tqdm>=4.67",
     ],
     extras_require={

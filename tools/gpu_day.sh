@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 kit=$PWD/build/gpu python=${PYTHON:-.venv/bin/python} # of prepare
 if [[ ${1:-} == prepare ]]; then
     mkdir -p "$kit/imagenet"
-    "$python" -m pip freeze | grep -E '^(mm(engine|cv-lite|pretrain)|addict|importlib.metadata|lazy-importer|mat4py|model-?index|ordered-set|platformdirs|termcolor|yapf|timm|pydantic|pydantic.core|annotated-types|typing-inspection)==' >"$kit/wheels.txt"
+    "$python" -m pip freeze | grep -E '^(mm(engine|cv-lite|pretrain)|addict|importlib.metadata|lazy-importer|mat4py|model-?index|ordered-set|platformdirs|termcolor|yapf|timm)==' >"$kit/wheels.txt"
     "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
         --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --dest "$kit/wheels" --requirement "$kit/wheels.txt"
     cp -rT "$2" "$kit/cifar10" && cp -rT "$3/val" "$kit/imagenet/val"
