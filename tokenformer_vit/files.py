@@ -1,7 +1,4 @@
-"""Write files and folders completely or not at all, and lock folders.
-
-What a killed process leaves, ``.NAME.partial``, is replaced by the next try.
-"""
+"""Write files and folders as a whole; ``.NAME.partial`` of a killed process goes at the next try."""
 
 import os
 import shutil
@@ -16,24 +13,23 @@ from .errors import InputError
 
 
 @contextmanager
-def whole_file(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
-    """Open a file for writing; an old file stays until the new one is complete (and on disk)."""
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing; an old file stays until the new one is complete and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
             yield file
             file.flush()
-            if sync:  # a loss of power leaves the old file or the new one
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Write a file as :func:`whole_file` does."""
-    with whole_file(path, sync) as file:
+    with whole_file(path) as file:
         file.write(data)
 
 

@@ -27,9 +27,9 @@ def environment(device: str | None = None) -> dict[str, Any]:
     root, program = Path(__file__).parents[1], Path(sys.argv[0]).name
     # A copy of the source code without its git repository names its commit.
     commit = os.environ.get("TOKENFORMER_VIT_COMMIT") or tokenformer_vit.__version__
+    describe = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     if (root / ".git").exists():  # an installed package may lie in another repository
         with suppress(OSError, subprocess.CalledProcessError):  # git is missing or refuses
-            describe = ["git", "-C", str(root), "describe", "--always", "--dirty"]
             commit = subprocess.check_output(describe, text=True).strip()
     if device == "cuda" or (device is None and torch.cuda.is_available()):
         machine = {"hardware": torch.cuda.get_device_name()}
