@@ -1,4 +1,4 @@
-"""Write files and folders as a whole; ``.NAME.partial`` of a killed process goes at the next try."""
+"""Write files and folders as a whole; a `.NAME.partial` of a killed process is replaced later."""
 
 import os
 import shutil
