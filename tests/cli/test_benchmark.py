@@ -3,12 +3,10 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tokenformer_vit.benchmarking import benchmark as measuring
 from tokenformer_vit.cli import benchmark
@@ -41,14 +39,19 @@ def check_arithmetic(record):
 @pytest.mark.slow
 def test_where_only_torch_and_timm_are_installed(tmp_path):
     path = tmp_path / "deep" / "speed.json"
-    code = (
-        f"import sys; sys.modules.update(dict.fromkeys({ABSENT})); "
-        "from tokenformer_vit.cli import benchmark; benchmark.main(sys.argv[1:])"
-    )
+    code = f"""
+import sys
+class Absent:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in {ABSENT}:
+            raise ModuleNotFoundError(name=name)
+sys.meta_path.insert(0, Absent())
+from tokenformer_vit.cli import benchmark
+benchmark.main(sys.argv[1:])
+"""
     words = ["--eager", "--precisions", "autocast", "--batch-sizes", "2", "--rounds", "3"]
-    run = subprocess.run(
-        [sys.executable, "-c", code, *TINY, *words, "--out", path], capture_output=True, text=True
-    )
+    words = [sys.executable, "-c", code, *TINY, *words, "--out", path]
+    run = subprocess.run(words, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1].endswith(f"tokenformer-vit benchmark --draw {path}")
     record = json.loads(path.read_text())
@@ -89,15 +92,9 @@ def test_record_of_every_finished_group_and_chart(measured, tmp_path, capsys):
     check_arithmetic(record)
     benchmark.main(words)
     assert f"Record: {path}; chart: {path.with_suffix('.png')}" in capsys.readouterr().out
-
-
-def test_records_can_be_drawn_later(tmp_path, capsys):
-    record = Path(measuring.__file__).with_name("results") / "speed_lm_tiny_256_cpu.json"
-    (tmp_path / "a.json").write_bytes(record.read_bytes())
-    benchmark.main(["--draw", str(tmp_path / "a.json")])
-    assert capsys.readouterr().out == f"chart: {tmp_path / 'a.png'}\n"
-    with Image.open(tmp_path / "a.png") as picture:
-        assert len(picture.convert("RGB").getcolors(1_000_000)) > 10
+    path.with_suffix(".png").unlink()
+    benchmark.main(["--draw", str(path)])
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_language_models(measured, tmp_path, capsys):

@@ -54,8 +54,7 @@ def test_an_exported_model_and_a_vit_of_equal_width_depth_and_weights(tmp_path, 
     parts = ("qkv", "output", "feed_forward")
     flops = [sum(each[part]["forward_flops"] for part in parts) for each in (ours, theirs)]
     assert flops[0] == flops[1]  # of the weights, without biases
-    for part in ("embedding", "token_token", "head"):
-        assert ours[part] == theirs[part]
+    assert all(ours[part] == theirs[part] for part in ("embedding", "token_token", "head"))
 
 
 def test_language_models(tmp_path, capsys):
@@ -66,7 +65,6 @@ def test_language_models(tmp_path, capsys):
     for each in both:  # as many weights, biases apart
         flops = sum(each[part]["forward_flops"] for part in ("qkv", "output", "feed_forward"))
         assert flops == 2 * 7 * 12 * 2 * 768 * 8 * 768
-
     config = lm_config("tiny", depth=1, vocab_size=61, num_ffn_param_tokens=600).__dict__
     model = language.TokenFormerForCausalLM(language.TokenFormerConfig(**config))
     model.save_pretrained(tmp_path)
