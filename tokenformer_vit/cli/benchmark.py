@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     args = _parse(argv)
     if args.draw:
-        print(_chart(args.draw, read_json(args.draw)))
+        reports.draw(read_json(args.draw), args.draw.with_suffix(".png"))
+        print(f"Done. Chart: {args.draw.with_suffix('.png')}")
         return
     subject, models = _language(args) if args.lm else _images(args)
     modes = args.modes or subject.modes
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         record["groups"].append(entry)
         write_record(out, record)
         print(f"{reports.table(entry, subject.unit)}\n", flush=True)
-    print(f"Done. Record: {out}; {_chart(out, record)}")
+    print(f"Done. Record: {out}. For a chart: tokenformer-vit benchmark --draw {out}")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -85,7 +86,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", type=device, default="auto", help="default: cuda if it is there, else cpu")
     add("--out", type=Path, metavar="FILE", help="default: work_dirs/speed_MODEL_DEVICE.json")
     add("--eager", action="store_true", help="compile nothing: no C++ compiler, no ratios")
-    add("--draw", type=Path, metavar="RECORD", help="only draw the chart of a record")
+    add(
+        "--draw", type=Path, metavar="RECORD", help="only draw the chart of a record, by matplotlib"
+    )
     add("--profile", action="store_true", help="print the kernels of the first group")
     args = parser.parse_args(argv)
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and not args.eager:
@@ -127,12 +130,3 @@ def _language(args: argparse.Namespace) -> tuple[benchmark.Language, dict[str, A
     baseline = "transformer" + ", rotary" * (args.positions == "rotary")
     models = {"model": args.lm, "baseline": baseline, "depth": args.depth, "num_tokens": tokens}
     return subject, {**models, "config": asdict(config)}
-
-
-def _chart(path: Path, record: dict[str, Any]) -> str:
-    """Draw the chart of a record; return where it is, or how to draw it."""
-    try:
-        reports.draw(record, path.with_suffix(".png"))
-    except ImportError:
-        return f"no chart: pip install matplotlib, then tokenformer-vit benchmark --draw {path}"
-    return f"chart: {path.with_suffix('.png')}"

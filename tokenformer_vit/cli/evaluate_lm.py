@@ -32,11 +32,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     most = getattr(model.config, "max_position_embeddings", None)
     context = args.context or most or 1024
     stride = args.stride or context
+    limits = f"--stride {stride} <= --context {context} <= {most or context}, the model's context,"
     if not stride <= context <= (most or context):
-        reach = (
-            f"--stride {stride} <= --context {context} <= {most or context}, the model's context"
-        )
-        raise InputError(f"{reach} does not hold: give smaller numbers")
+        raise InputError(f"{limits} does not hold: give smaller numbers")
     texts = {}
     print("text", *_COLUMNS, sep="\t")
     for name, tokens, sizes in _texts(args, model.config.vocab_size):
