@@ -216,7 +216,7 @@ def first_steps() -> Iterator[Variant]:
 
     yield Variant("small", "half of the pairs", share_of_pairs(1 / 2))
     yield Variant("same", "not grown", often, start="small")
-    for name, label, init, noise, how in (
+    ways: tuple[tuple[str, str, str, float, dict[str, Any]], ...] = (
         ("zero_key", "zero keys", "zero_key", 0, {}),
         ("zero_key_lr3", "zero keys, new pairs × 3", "zero_key", 0, {"new_lr_scale": 3.0}),
         ("zero_key_lr10", "zero keys, new pairs × 10", "zero_key", 0, {"new_lr_scale": 10.0}),
@@ -224,7 +224,8 @@ def first_steps() -> Iterator[Variant]:
         ("zero_key_noise10", "zero keys, noise 10 %", "zero_key", 0.1, {}),
         ("duplicate", "duplicates", "duplicate", 0, {}),
         ("random", "random, τ kept", "random", 0, {}),
-    ):
+    )
+    for name, label, init, noise, how in ways:
         changes = [hook("NoiseHook", noise=noise)] if noise else []
         changes += [at_start(Sizes.pairs, 1, init=init, **how), often]
         compare = ("same",) if name == "zero_key" else ("same", "zero_key")

@@ -114,15 +114,24 @@ class Run:
         record = self.record
         return record.get("epochs", record.get("iterations")) == self.length
 
+    @property
+    def begins_with(self) -> str:
+        """The variant that it starts from, or the SHA-256 of a file of weights, or nothing."""
+        model = self.config["model"]
+        path = timm_part(model["backbone"]).get("checkpoint_path") if "backbone" in model else ""
+        if self.start is not None or not path:
+            return self.variant.start or ""
+        return f"sha256:{hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
+
     def result(self, metric: str) -> float:
         """Return the result of the last validation; NaN if the run only prepares others."""
         return dict(figures_of(self.record)).get(metric, math.nan)
 
     def write_config(self) -> None:
         """Write the config, or check that the one that is there is the same."""
-        path = self.folder / "config.py"
-        pairs = self.config.items()
-        text = "".join(f"{key} = {pformat(value, sort_dicts=False)}\n" for key, value in pairs)
+        path, pairs = self.folder / "config.py", self.config.items()
+        text = f"# Start: {self.begins_with or 'new weights'}\n"
+        text += "".join(f"{key} = {pformat(value, sort_dicts=False)}\n" for key, value in pairs)
         if not path.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
@@ -433,15 +442,11 @@ def environment_of(slot: int, jobs: int) -> dict[str, str]:
 
 def facts_of(run: Run) -> dict[str, Any]:
     """Return the columns of a finished run that come from its record and its start."""
-    record, language = run.record, is_language(run.config)
-    facts = {"start": run.variant.start, "torch": record["versions"]["torch"]}
-    noun = "sequences" if language else "images"
-    if language:
+    record = run.record
+    noun = "sequences" if is_language(run.config) else "images"
+    facts = {"start": run.begins_with, "torch": record["versions"]["torch"]}
+    if is_language(run.config):
         facts["text"] = Path(run.config["train_dataloader"]["dataset"]["data_root"]).name
-    elif run.start is None and (
-        path := timm_part(run.config["model"]["backbone"]).get("checkpoint_path")
-    ):
-        facts["start"] = f"sha256:{hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
     for name in ("date", "hardware", "cpu", "dtype", "epochs", "iterations", "flops"):
         facts[name] = record.get(name)
     facts["batch_size"], facts["examples"] = record[f"{noun}_per_step"], record[f"train_{noun}"]
@@ -562,6 +567,7 @@ def parse(questions: Sequence[Question], words: Sequence[str]) -> argparse.Names
     add("--work-dir", type=Path, help="default: work_dirs/ablations/QUESTION/CONFIG")
     add("--results", type=Path, help="default: ablations/results.csv, or one in --work-dir")
     args = parser.parse_args(words)
+    args.lr = sorted({*args.lr}) if args.lr else None
     args.config = find_config(args.config)
     args.work_dir = args.work_dir or Path("work_dirs/ablations", args.question, args.config.stem)
     ours = args.config.resolve().is_relative_to(ROOT / "configs")
