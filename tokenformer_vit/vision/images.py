@@ -120,12 +120,11 @@ def _read_batch(transform: Any, samples: Sequence[Any]) -> tuple[list, Any]:
     found, images = [], []
     for sample in samples:
         file = sample if isinstance(sample, dict) else {"img_path": sample}
-        error = None
         try:
             images.append(transform(read_image(file["img_path"], file.get("img_bytes"))))
-        except InputError as unreadable:
-            error = unreadable
-        found.append((Path(file["img_path"]), error))
+            found.append((Path(file["img_path"]), None))
+        except InputError as error:
+            found.append((Path(file["img_path"]), error))
     return found, torch.stack(images) if images else ()
 
 
