@@ -41,6 +41,13 @@ def test_parts_that_do_not_fit_each_other_are_refused(own, data_root, tmp_path, 
         run_training(cfg)
 
 
+def test_unpacked_data_have_the_classes_of_their_source():
+    unpacked = SimpleNamespace(metainfo={"classes": ("0_cat", "1_ant")})
+    hooks.check_same_classes("checkpoint", ["cat", "ant"], unpacked)
+    with pytest.raises(InputError, match="label 0 is 'ant' there and '0_cat' here"):
+        hooks.check_same_classes("checkpoint", ["ant", "cat"], unpacked)
+
+
 def test_a_run_that_diverges_stops_and_keeps_the_last_checkpoint(train, tmp_path):
     steep = ("optim_wrapper.optimizer.lr=1e30", "param_scheduler.0.start_factor=1e-33")
     saved = "default_hooks.checkpoint.by_epoch=False"

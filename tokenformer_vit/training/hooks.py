@@ -22,6 +22,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import check_computation, description_of, model_faults
+from tokenformer_vit.vision.datasets import folder_names
 
 from .distributed import unwrap
 from .loop import by_iteration
@@ -133,9 +134,10 @@ def check_dataset(dataset: Any, split: str, model: Any) -> None:
 
 def check_same_classes(owner: str, classes: Sequence[str] | None, dataset: Any) -> None:
     """Check that labels mean the same classes in data as in a model; None if unknown there."""
-    own = list(dataset.metainfo.get("classes") or ())
-    if classes and list(classes) != own:
-        pairs = enumerate(zip_longest(classes, own))
+    # Folders that prepare-data made are the classes of the data that it unpacked.
+    known, own = (folder_names(each or ()) for each in (classes, dataset.metainfo.get("classes")))
+    if known and known != own:
+        pairs = enumerate(zip_longest(known, own))
         index, (there, here) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
         raise InputError(
             f"the {owner} has other classes than these data: label {index} is {there!r} there and "
