@@ -172,7 +172,7 @@ def test_other_models_are_measured(text, tmp_path):
         (prepare_text, "texts/c.jsonl out --column x", "no column 'x'; choose one with --column"),
         (prepare_text, "absent out", "absent is no file, and no folder with files that end in"),
         (prepare_text, "texts out --val-share 2", "at least 0 and below 1, but got 2"),
-        (prepare_text, "x out --hub y", "give SOURCE... OUT, or --hub NAME OUT"),
+        (prepare_text, "x out --hub y", "give SOURCE... OUT, --hub NAME OUT"),
         (prepare_text, "out --reversal 9 --context-length 33", "needs .* --context-length 34"),
         (generate, "absent one", r"there is no .*config\.json; give a folder"),
         (generate, "model xxxxxxxxxxxxxxxxxxxxxx", "prompt has 22 tokens.*shorten it"),

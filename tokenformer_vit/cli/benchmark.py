@@ -8,11 +8,11 @@ same parameters (released) and the baseline, eager and with compiled blocks, in 
     tokenformer-vit benchmark --lm 150m --num-tokens 1024          # needs transformers
     tokenformer-vit benchmark --profile                            # kernels of a training step
 
-With --lm the baseline is a GPT-2, or with --positions rotary a GPT-NeoX, with as many weights. Mode
-train is forward and backward pass and a step of fused AdamW; prefill is the forward pass up to the
-last token's logits; decode adds the last 32 tokens (half of a sequence below 64) with the cache.
-autocast computes in bfloat16 with float32 weights. The record is rewritten after each group of
-mode, precision and batch size.
+--baseline is a timm name, or matched-vit: of the same width, depth and weights. With --lm it is a
+GPT-2, or with --positions rotary a GPT-NeoX. Mode train is forward and backward pass and a step of
+AdamW; prefill is the forward pass up to the last token's logits; decode adds the last 32 tokens
+(half of a sequence below 64) with the cache. autocast computes in bfloat16 with float32 weights.
+The record is rewritten after each group of mode, precision and batch size.
 """
 
 import argparse
@@ -70,8 +70,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser, number = Parser(prog="tokenformer-vit benchmark", description=__doc__), whole_number(1)
     add = parser.add_argument
     add("--model", default="tokenformer_base_matched", metavar="NAME", help="default: %(default)s")
-    vit = f"timm name, or {MATCHED}, of the same width, depth and weights; default: %(default)s"
-    add("--baseline", default="vit_base_patch16_224", metavar="NAME", help=vit)
+    add("--baseline", default="vit_base_patch16_224", metavar="NAME", help=f"also {MATCHED}")
     add("--img-size", type=number, default=224, metavar="S", help="default: %(default)s")
     add("--lm", choices=LM_PRESETS, metavar="PRESET", help=f"one of {', '.join(LM_PRESETS)}")
     add("--num-tokens", type=whole_number(2), metavar="N", help="default: the context length")
@@ -79,8 +78,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--backends", nargs="+", choices=BACKENDS, default=[*BACKENDS], help="default: both")
     add("--modes", nargs="+", metavar="MODE", help="default: all modes")
     add("--precisions", nargs="+", choices=PRECISIONS, default=[*PRECISIONS], help="default: all")
-    sizes = "default: 128, on a CPU 4; language: 8, on a CPU 1"
-    add("--batch-sizes", nargs="+", type=number, metavar="B", help=sizes)
+    add("--batch-sizes", nargs="+", type=number, metavar="B", help="default: 4 to 128, by device")
     add("--rounds", type=number, default=11, metavar="N", help="default: %(default)s")
     add("--depth", type=number, metavar="N", help="blocks; default: the depth of each model")
     add("--device", type=device, default="auto", help="default: cuda if it is there, else cpu")

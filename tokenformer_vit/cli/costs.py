@@ -54,8 +54,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--against", metavar="NAME", help=name)
     add("--against-kwargs", **MODEL_KWARGS)
     add("--lm", metavar="PRESET|FOLDER", help="language model: preset, or folder of transformers")
-    length = "length of the sequence, with class token; default: of an image, or the whole context"
-    add("--tokens", type=whole_number(1), metavar="N", help=length)
+    add("--tokens", type=whole_number(1), metavar="N", help="default: an image, the whole context")
     add("--json", action="store_true", help="print the counts as JSON")
     args = parser.parse_args(argv)
     if args.lm and (args.model or args.against):

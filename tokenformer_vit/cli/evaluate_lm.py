@@ -4,7 +4,8 @@
     tokenformer-vit evaluate-lm work_dirs/run --data data/tinyshakespeare --split val --stride 512
 
 MODEL is a folder with any causal language model of transformers and its tokenizer. Weights are
-converted to float32. For tasks such as lambada and hellaswag, see `tokenformer-vit lm-eval`.
+converted to float32. With a smaller --stride windows overlap: slower, and a lower perplexity. For
+tasks such as lambada and hellaswag, see `tokenformer-vit lm-eval`.
 """
 
 import argparse
@@ -75,9 +76,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--data", type=Path, metavar="FOLDER", help="folder of tokens that prepare-text made")
     add("--split", default="val", help="split of --data; default: %(default)s")
     add("--context", type=positive, metavar="N", help="tokens read at once; default: the model's")
-    stride = "tokens from one window to the next; default: the context. A smaller stride makes "
-    stride += "windows overlap: slower, and a lower perplexity"
-    add("--stride", type=positive, metavar="N", help=stride)
+    add("--stride", type=positive, metavar="N", help="from window to window; default: the context")
     add("--batch-size", type=positive, default=8, metavar="B", help="default: %(default)s")
     add("--amp", action="store_true", help="bfloat16 by autocast; losses stay float32")
     add("--device", type=device, default="auto", help="default: cuda if it is there, else cpu")

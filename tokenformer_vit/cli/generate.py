@@ -32,8 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--greedy", action="store_true", help="the most likely token each time")
     add("--temperature", type=float, default=1.0, metavar="T", help="divides logits; default: 1")
     add("--top-k", type=whole_number(0), default=0, metavar="K", help="draw from K tokens only")
-    nucleus = "draw from the most likely tokens of total probability P"
-    add("--top-p", type=float, default=1.0, metavar="P", help=nucleus)
+    add("--top-p", type=float, default=1.0, metavar="P", help="draw from total probability P only")
     add("--seed", type=whole_number(0), default=0, help="default: 0")
     add("--device", type=device, default="auto", help="default: cuda if it is there, else cpu")
     args = parser.parse_args(argv)

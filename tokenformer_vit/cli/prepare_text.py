@@ -5,9 +5,11 @@
     tokenformer-vit prepare-text --reversal 20000 OUT
 
 A source is a file of text, .jsonl, .ndjson, .json, .csv or .parquet (also .gz, .zst), or a folder
-of them. With --limit-tokens sources are streamed, not downloaded. --reversal draws 16 digits and
-their reversal, the smallest check of language training. OUT appears when it is complete. If
-interrupted, run the same command again: datasets keeps what is tokenized in its cache.
+of them. A text file is one document, unless --documents divides it. The end of each long document
+is held out, and of short ones those that a hash of their content picks; or --val names other files.
+With --limit-tokens sources are streamed, not downloaded. --reversal draws 16 digits and their
+reversal, the smallest check of language training. OUT appears when it is complete. If interrupted,
+run the same command again: datasets keeps what is tokenized in its cache.
 """
 
 import argparse
@@ -30,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     sources = list(map(str, args.sources)) or [args.hub or "reversal"]
     how["about"] = {"tokenizer": args.tokenizer, "sources": sources}
     share = 0.0 if val_texts else args.val_share
-    tokenizer, length = _tokenizer(args, texts), args.context_length or 1024
+    tokenizer = _tokenizer(args, texts)
+    length = args.context_length or (34 if args.reversal else 1024)
     meta = data.prepare_text(
         texts, args.target, tokenizer, length, share, val_texts=val_texts, **how
     )
@@ -72,29 +75,24 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add, positive = parser.add_argument, whole_number(1)
     add("sources", type=Path, nargs="*", metavar="SOURCE", help="file, or folder of files")
     add("target", type=Path, metavar="OUT", help="new folder")
-    documents = "what is a document in a text file; default: the whole file, read into memory"
-    add("--documents", choices=["file", "paragraph", "line"], default="file", help=documents)
+    add("--documents", choices=["file", "paragraph", "line"], default="file", help="of text files")
     add("--column", default="text", metavar="NAME", help="column of the text; default: text")
     add("--hub", metavar="NAME", help="data set of the Hugging Face hub")
     add("--hub-config", metavar="NAME", help="configuration of the data set")
     add("--hub-revision", metavar="NAME", help="branch, tag or commit")
     add("--split", default="train", help="split of --hub; default: train")
     add("--reversal", type=positive, metavar="LINES", help="draw lines of digits")
-    tokenizer = "bytes (default); bpe:N, trained on the text to N entries; a path; a hub's name"
-    add("--tokenizer", default="bytes", metavar="WHICH", help=tokenizer)
-    length = "training reads rows of N + 1 tokens; default: 1024, or a line of --reversal"
-    add("--context-length", type=positive, metavar="N", help=length)
-    share = "share that is held out, at the end of long files; default: 0.005; 0 for none"
-    add("--val-share", type=float, default=0.005, metavar="SHARE", help=share)
+    add("--tokenizer", default="bytes", help="bytes (default), bpe:SIZE, path, or name on the hub")
+    add(
+        "--context-length", type=positive, metavar="N", help="rows have N + 1 tokens; default: 1024"
+    )
+    add("--val-share", type=float, default=0.005, metavar="X", help="held out; default: 0.005")
     add("--val", type=Path, nargs="+", default=[], metavar="FILE", help="hold out these instead")
     add("--limit-tokens", type=positive, metavar="N", help="stop at N training tokens")
     add("--workers", type=positive, default=1, metavar="N", help="processes; default: 1")
     args = parser.parse_intermixed_args(argv)
     if bool(args.sources) + bool(args.hub) + bool(args.reversal) != 1:
-        last = "; --val takes all paths after it, so put it last" if args.val else ""
-        parser.error(f"give SOURCE... OUT, or --hub NAME OUT, or --reversal LINES OUT{last}")
-    if args.reversal:
-        if args.tokenizer != "bytes" or args.context_length not in (None, 34):
-            parser.error("--reversal needs --tokenizer bytes and --context-length 34, a line")
-        args.context_length = 34
+        parser.error("give SOURCE... OUT, --hub NAME OUT, or --reversal LINES OUT; put --val last")
+    if args.reversal and (args.tokenizer != "bytes" or args.context_length not in (None, 34)):
+        parser.error("--reversal needs --tokenizer bytes and --context-length 34, a line")
     return args
