@@ -83,12 +83,13 @@ def open_images(
         found = class_images(files)
         labels = np.repeat(np.arange(len(found)), [len(images) for images in found.values()])
         return LabelledImages(list(chain(*found.values())), labels, list(found), where)
-    from datasets import ClassLabel
-    from datasets import Image as ImageFeature
+    import datasets
 
     rows = _read_rows(files)
-    image = _column(rows, "image", image_column, ImageFeature, "image", "img")
-    label = _column(rows, "label", label_column, ClassLabel, "label", "labels", "fine_label")
+    image = _column(rows, "image", image_column, datasets.Image, "image", "img")
+    label = _column(
+        rows, "label", label_column, datasets.ClassLabel, "label", "labels", "fine_label"
+    )
     names = classes or getattr(rows.features[label], "names", None)
     known: Any = range(len(names or ()))
     if not names:  # those of training, because another split may lack a class
@@ -103,7 +104,7 @@ def open_images(
         row = int(labels.argmin())
         what = f"row {row} has the label {values[row]}, which is no class"
         raise InputError(f"{where}, {what}: use a split with labels, or give all class names")
-    rows = rows.select_columns([image]).cast_column(image, ImageFeature(decode=False))
+    rows = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
     rows = rows if image == "image" else rows.rename_column(image, "image")
     return LabelledImages(rows, labels, names or [str(value) for value in known], where)
 
@@ -256,10 +257,9 @@ def digits() -> dict[str, LabelledImages]:
     for pixels in np.rint(data.images * (255 / 16)).astype(np.uint8):  # from 0..16
         Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
         files.append({"image": {"path": None, "bytes": file.getvalue()}})
-    numbers, how = np.arange(len(files)), {"stratify": data.target, "random_state": 0}
-    for name, chosen in zip(
-        ("train", "val"), train_test_split(numbers, test_size=0.2, **how), strict=True
-    ):
+    how: Any = {"test_size": 0.2, "stratify": data.target, "random_state": 0}
+    rows = zip(("train", "val"), train_test_split(np.arange(len(files)), **how), strict=True)
+    for name, chosen in rows:
         found[name] = LabelledImages(files, data.target, "0123456789", "digits")
         found[name].keep(torch.from_numpy(np.isin(found[name].rows, chosen)))
     return found
