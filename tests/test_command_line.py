@@ -28,6 +28,7 @@ cli.run(main)
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        ("xyz", "there is no command 'xyz'; see --help"),
         ("trian x", "there is no command 'trian'; did you mean train?"),
         ("predict nowhere.png --model x", "there is no file or folder nowhere.png"),
         ("costs --tokens 0", "--tokens: '0' is not a whole number of at least 1"),

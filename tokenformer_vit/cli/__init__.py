@@ -74,8 +74,9 @@ def _main(words: list[str]) -> None:
     parser.add_argument("words", nargs=argparse.REMAINDER, help="see `COMMAND --help`")
     args = parser.parse_args(words or ["--help"])
     if args.command not in COMMANDS:
-        close = ", ".join(difflib.get_close_matches(args.command, COMMANDS)) or "see --help"
-        raise InputError(f"there is no command {args.command!r}; did you mean {close}?")
+        close = ", ".join(difflib.get_close_matches(args.command, COMMANDS))
+        way = f"did you mean {close}?" if close else "see --help"
+        raise InputError(f"there is no command {args.command!r}; {way}")
     try:
         module = import_module(f".{COMMANDS[args.command][0]}", __name__)
     except ModuleNotFoundError as error:
