@@ -86,10 +86,8 @@ def open_images(
     import datasets
 
     rows = _read_rows(files)
-    image = _column(rows, "image", image_column, datasets.Image, "image", "img")
-    label = _column(
-        rows, "label", label_column, datasets.ClassLabel, "label", "labels", "fine_label"
-    )
+    image = _column(rows, image_column, datasets.Image, "image", "img")
+    label = _column(rows, label_column, datasets.ClassLabel, "label", "labels", "fine_label")
     names = classes or getattr(rows.features[label], "names", None)
     known: Any = range(len(names or ()))
     if not names:  # those of training, because another split may lack a class
@@ -158,12 +156,13 @@ def _read_rows(files: Any) -> Any:
     return rows
 
 
-def _column(rows: Any, kind: str, given: str | None, feature: type, *usual: str) -> str:
+def _column(rows: Any, given: str | None, feature: type, *usual: str) -> str:
+    """Find a column: the given one, the first of the usual names, or the only one of its type."""
     typed = [name for name in rows.features if isinstance(rows.features[name], feature)]
     found = [given] if given else [name for name in usual if name in rows.features][:1] or typed
     if len(found) != 1 or found[0] not in rows.features:
-        names = ", ".join(rows.features)
-        raise InputError(f"there is no column {given or kind}: set {kind}_column to one of {names}")
+        name, names = given or usual[0], ", ".join(rows.features)
+        raise InputError(f"there is no column {name}: set {usual[0]}_column to one of {names}")
     return found[0]
 
 
