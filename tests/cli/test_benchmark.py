@@ -31,9 +31,6 @@ def check_arithmetic(record):
                 ratios = np.divide(against["seconds"], row["seconds"])
                 found = [row[f"ratio_p{p}"] for p in (20, 50, 80)]
                 assert found == pytest.approx(np.percentile(ratios, (20, 50, 80)), rel=1e-4)
-            model = "baseline" if row["implementation"] == "baseline" else "model"
-            flops = rate * record[f"flops_per_{unit}"][model][group["mode"]]
-            assert row["mfu"] == pytest.approx(flops / group["matmul_tflops"] / 1e12, rel=1e-4)
 
 
 @pytest.mark.slow
@@ -49,8 +46,8 @@ sys.meta_path.insert(0, Absent())
 from tokenformer_vit.cli import benchmark
 benchmark.main(sys.argv[1:])
 """
-    words = ["--eager", "--precisions", "autocast", "--batch-sizes", "2", "--rounds", "3"]
-    words = [sys.executable, "-c", code, *TINY, *words, "--out", path]
+    words = ["--eager", "--precisions", "autocast", "--batch-sizes", "2", "--rounds", "3", "--out"]
+    words = [sys.executable, "-c", code, *TINY, *words, path]
     run = subprocess.run(words, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1].endswith(f"tokenformer-vit benchmark --draw {path}")
@@ -86,9 +83,7 @@ def test_record_of_every_finished_group_and_chart(measured, tmp_path, capsys):
     assert (record["n"], record["depth"], record["device"]) == (4, 1, "cpu")
     (group,) = record["groups"]
     assert (group["precision"], group["batch_size"]) == ("float32", 4)
-    names = ("baseline", "released", "auto")
-    expected = [f"{name} {how}" for name in names for how in ("eager", "compiled")]
-    assert [row["variant"] for row in group["variants"]] == expected
+    assert {row["implementation"] for row in group["variants"]} == {"baseline", "released", "auto"}
     check_arithmetic(record)
     benchmark.main(words)
     assert capsys.readouterr().out.endswith(f"tokenformer-vit benchmark --draw {path}\n")
