@@ -55,7 +55,7 @@ def test_a_grown_folder_contains_the_small_model(folder, tmp_path, capsys):
     torch.testing.assert_close(after(x), before(x), rtol=1e-5, atol=1e-6)
 
 
-def test_a_training_checkpoint_is_grown_by_the_name_of_its_model(tmp_path):
+def test_checkpoints_are_grown_by_the_name_of_their_model(tmp_path):
     model = timm.create_model("tokenformer_tiny", **SHAPE)
     names = {f"backbone.model.{name}": tensor for name, tensor in model.state_dict().items()}
     torch.save({"state_dict": names, "meta": {"epoch": 3}}, tmp_path / "epoch_3.pth")
@@ -63,6 +63,8 @@ def test_a_training_checkpoint_is_grown_by_the_name_of_its_model(tmp_path):
     words = ["--ffn", 128, "--init", "duplicate", "--model", "tokenformer_tiny"]
     run(tmp_path / "epoch_3.pth", tmp_path / "grown", *words, "--model-kwargs", *kwargs)
     assert load_model(None, tmp_path / "grown").blocks[1].mlp.num_param_tokens == 128
+    run("tokenformer_cifar10_micro", tmp_path / "micro", "--ffn", 400)
+    assert load_model(None, tmp_path / "micro").pretrained_cfg["label_names"][3] == "cat"
 
 
 @pytest.mark.parametrize(

@@ -45,15 +45,11 @@ def test_the_loss_decides_and_kinds_that_are_not_named_stay():
         asked.append(numbers)
         return linear(numbers)
 
-    (numbers,) = choose_counts(build(), [0.5], loss, kinds=("ffn",))
-    assert numbers == {"num_ffn_param_tokens": [1, 64, 31]}
-    assert all(each.keys() == numbers.keys() for each in asked)
+    half, least = choose_counts(build(), [0.5, 1e-6], loss, kinds=("ffn",))
+    assert half == {"num_ffn_param_tokens": [1, 64, 31]}
+    assert least == {"num_ffn_param_tokens": [1, 1, 1]}  # every layer keeps a pair
+    assert all(each.keys() == half.keys() for each in asked)
     assert len(asked) < 3 * 16 * 2  # the others are not measured at every step
-
-
-def test_every_layer_keeps_a_pair():
-    (numbers,) = choose_counts(build(), [1e-6], linear)
-    assert numbers == {name: [1, 1, 1] for name in COUNTS}
 
 
 def test_the_numbers_fit_prune_and_a_new_model():

@@ -80,7 +80,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="tokenformer-vit compress", description=__doc__)
     add_model(parser)
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="exported folder, or checkpoint")
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="exported folder, file, or model")
     add("data", metavar="DATA", help="data with a train and a val split, as for training")
     what = "default: prune (nested for a nested model) and top-k"
     add("--method", nargs="+", choices=compression.METHODS, help=what)

@@ -1,9 +1,11 @@
 """Append pairs to a trained model without changing its outputs.
 
-From an exported folder, or from any checkpoint of a timm model, to a new folder::
+From an exported folder, a checkpoint of any TokenFormer, or a model in this package, to a new
+folder::
 
     tokenformer-vit grow work_dirs/run work_dirs/run_grown --ffn 3072 --qkv 768 --proj 768
     tokenformer-vit grow checkpoint.pth grown --model tokenformer_base --ffn 6144
+    tokenformer-vit grow tokenformer_cifar10_micro grown --ffn 768
 
 The numbers are the new numbers of pairs in each layer. The paper's growth series keeps
 qkv = proj = ffn / 4.
@@ -28,7 +30,7 @@ def main(argv: list[str]) -> None:
     """Run the command line."""
     parser = Parser(prog="tokenformer-vit grow", description=__doc__)
     add = parser.add_argument
-    add("source", type=Path, metavar="IN", help="exported folder, or checkpoint")
+    add("source", type=Path, metavar="IN", help="exported folder, file, or model")
     add("target", type=Path, metavar="OUT", help="folder, which must not exist")
     for name, what in _LAYERS.items():
         add(f"--{name}", type=whole_number(1), metavar="PAIRS", help=f"pairs of each {what} layer")

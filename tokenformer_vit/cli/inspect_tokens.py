@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     parser = Parser(prog="tokenformer-vit inspect", description=__doc__)
     add_model(parser)
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="exported folder, or checkpoint")
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="exported folder, file, or model")
     add("images", type=Path, nargs="+", metavar="IMAGE", help="image file, or folder of images")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder for the two files")
     layer = "such as blocks.3.mlp or blocks.0.attn.query; default: mlp of the middle block"
