@@ -348,6 +348,7 @@ class Sweep:
                     done += run.length
                     minutes = (time.monotonic() - begun) / 60 * (total - done) / done
                     text = problem or f"{self.question.metric} {run.result(self.question.metric)}"
+                    text = "finished" if problem is None and run.variant.prepares else text
                     text = f"{run.folder.name}: {text}; {minutes:.0f} minutes left"
                     print(f"{number}/{len(left)} {text}", flush=True)
             except BaseException:

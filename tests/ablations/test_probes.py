@@ -96,6 +96,35 @@ def test_lora_becomes_a_plain_model():
     torch.testing.assert_close(as_timm_model(classifier).eval()(images), expected)
 
 
+def test_a_text_keeps_its_pairs_under_a_mask(tmp_path):
+    pytest.importorskip("transformers")
+    from masked_lm import MaskedLM
+
+    from tokenformer_vit.language import MASKS, byte_tokenizer, save_language_model
+
+    shape = {"vocab_size": 300, "context_length": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    first = MaskedLM(config=shape, masks={"new": "en"})
+    save_language_model(first.model, tmp_path, byte_tokenizer())
+    torch.save(first.masks.pairs, tmp_path / MASKS)
+    growth = {"num_qkv_param_tokens": 32, "num_proj_param_tokens": 32, "num_ffn_param_tokens": 128}
+    more = {"masks": {"new": "fr"}, "growth": {**growth, "init": "random"}, "frozen_stem": True}
+    second = MaskedLM(checkpoint=str(tmp_path), **more)
+    second.sources = ("en", "fr")
+    rows, source = torch.randint(300, (6, 9)), torch.tensor([1, 0, 1, 0, 0, 1])
+
+    def losses(model):
+        return torch.stack([row["losses"] for row in model(rows, source, mode="predict")])
+
+    before, optimizer = losses(second), torch.optim.AdamW(second.parameters(), 0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        second(rows, mode="loss")["loss"].backward()
+        optimizer.step()
+    english = source == 0
+    torch.testing.assert_close(losses(second)[english], losses(first)[english])
+    assert losses(second)[~english].mean() < before[~english].mean()
+
+
 def test_held_out_images_are_not_trained_on(tmp_path):
     for index in range(40):
         folder = tmp_path / "ab"[index % 2]

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import results
 import sweep
+import timm
 from nested import QUESTIONS as NESTED
+from nested import WHOLE
 from theta import QUESTIONS as THETA
 
+from tokenformer_vit import cli
 from tokenformer_vit.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +51,7 @@ model = dict(backbone=dict(depth=1))
 param_scheduler = [dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True)]
 train_cfg = dict(max_epochs=2)
 """
+TRAIN = sweep.TRAIN
 PAIR = ("--variants", "gelu_l2", "vit")
 
 
@@ -88,6 +92,19 @@ def test_seed_0_finds_the_best_rate_on_held_out_images(run):
     assert same.equals(rows)
     Path("work", "results.csv").unlink()
     assert len(run(*words)[1]) == 10
+
+
+@pytest.mark.slow
+def test_trainings_find_the_probes(run, monkeypatch):
+    monkeypatch.setattr(sweep, "TRAIN", TRAIN)
+    cli.main(["prepare-data", "--digits", "data/digits"])
+    _, rows = run("--variants", WHOLE, "--lr", "1e-3", "2e-3", "4e-3", questions=NESTED)
+    assert list(rows["examples"]) == [1294, 1294, 1294, 1437]
+    assert rows.filter(regex="^(top1|flops|pruned_at_0.25|top_k_at_0.5)$").notna().all(axis=None)
+    assert rows["flops"].max() == pytest.approx(rows["flops"].min() * 1437 / 1294, rel=0.1)
+    (best,) = Path("work").glob(f"{WHOLE}_seed1*")
+    model = timm.create_model(f"local-dir:{best / 'nested'}", pretrained=True)
+    assert model.sizes == (0.25, 0.5, 0.75, 1.0)
 
 
 def test_a_failed_run_is_named_and_tried_again(run, monkeypatch, capsys):
