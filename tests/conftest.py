@@ -93,10 +93,7 @@ def in_another_process() -> Callable[[Callable[[], object]], Done]:
 
 @pytest.fixture
 def plain_attention() -> Iterator[None]:
-    """Compute attention as its two products, which every PyTorch's FlopCounterMode counts.
-
-    The counter knows the CPU's fused kernel only since PyTorch 2.15.
-    """
+    """Compute attention as products: FlopCounterMode knows the fused kernel since PyTorch 2.15."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
@@ -154,8 +151,7 @@ class Command:
             argv = ["tokenformer-vit", self.name(module), *map(str, words)]
             stack.enter_context(patch.object(sys, "argv", argv))
             if module == "train":
-                _name_runs(stack)
-                _leave_configs_unformatted(stack)
+                _prepare_training(stack)
             torch.set_num_threads(1)  # as many as a process has: sums in the same order
             try:
                 cli.main()
@@ -206,22 +202,18 @@ class Command:
 _numbers = itertools.count()
 
 
-def _name_runs(stack: ExitStack) -> None:
-    """Give each run a name: mmengine logs by it, and takes the second in which a run began."""
+def _prepare_training(stack: ExitStack) -> None:
+    """Give each run a name, and do not format configs, which takes 0.1 s each."""
     runner = import_module("tokenformer_vit.training.runner").TrainingRunner
     from_cfg = runner.from_cfg
 
     def named(cfg):
-        cfg.experiment_name = f"run_{next(_numbers)}"
+        cfg.experiment_name = f"run_{next(_numbers)}"  # else the second, which two runs may share
         return from_cfg(cfg)
 
     stack.enter_context(patch.object(runner, "from_cfg", named))
-
-
-def _leave_configs_unformatted(stack: ExitStack) -> None:
-    """Spare a run the layout of its config, six times in 0.1 s each."""
-    module = import_module("yapf.yapflib.yapf_api")
-    stack.enter_context(patch.object(module, "FormatCode", lambda text, **how: (text, False)))
+    yapf = import_module("yapf.yapflib.yapf_api")
+    stack.enter_context(patch.object(yapf, "FormatCode", lambda text, **how: (text, False)))
 
 
 @pytest.fixture(scope="session")

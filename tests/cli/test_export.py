@@ -58,12 +58,10 @@ def test_timm_to_mmpretrain_and_back(name, kwargs, given, tmp_path, capsys):
 
 
 def test_a_checkpoint_of_timm_that_does_not_describe_itself(tmp_path):
-    model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=2)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=2)
     torch.save(model.state_dict(), tmp_path / "vit.pth")
     with pytest.raises(InputError, match="--model"):
         run(tmp_path / "vit.pth", tmp_path / "start.pth")
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=2)
-    torch.save(model.state_dict(), tmp_path / "vit.pth")
     run(tmp_path / "vit.pth", tmp_path / "start.pth", "--model", "vit_tiny_patch16_224")
     again = load_model(None, tmp_path / "start.pth").state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
@@ -74,8 +72,6 @@ def test_the_folder_gets_the_name_that_is_given(tmp_path):
     model = timm.create_model("tokenformer_tiny", **shape, num_classes=10)
     save_model(model, tmp_path / "trained", data_config={"mean": (0.1, 0.2, 0.3)})
     source = tmp_path / "trained/model.safetensors"
-    with pytest.raises(InputError, match=r"does not fit vit_base_patch16_224: .*768"):
-        run(source, tmp_path / "out", "--model", "vit_base_patch16_224")
     run(source, tmp_path / "out", "--model", "tokenformer_cifar10_micro")
     again = load_model(None, tmp_path / "out")
     assert again.pretrained_cfg["architecture"] == "tokenformer_cifar10_micro"

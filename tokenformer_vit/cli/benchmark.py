@@ -20,6 +20,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,8 @@ def _images(args: argparse.Namespace) -> tuple[benchmark.Images, dict[str, Any]]
     every = [*timm.list_models(), MATCHED]
     for name, known in ((args.model, timm.list_models("tokenformer*")), (args.baseline, every)):
         if name.partition(".")[0] not in known:
-            raise InputError(f"there is no model {name!r} to measure: choose from {known[:20]}")
+            close = get_close_matches(name, known)
+            raise InputError(f"there is no model {name!r} to measure; close names are {close}")
     subject = benchmark.Images(args.model, args.baseline, args.img_size, args.depth)
     return subject, subject._asdict()
 
