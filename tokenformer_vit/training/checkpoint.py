@@ -35,7 +35,7 @@ from tokenformer_vit.models.checkpoints import (
 from .data.sampler import ResumableSampler
 from .distributed import unwrap
 from .export import describe_classifier, run_facts
-from .hooks import check_finite, is_resuming
+from .hooks import check_finite
 from .loop import ResumableEpochLoop, by_iteration, validation_is_due
 from .optim import follow_config, keep_settings
 
@@ -180,7 +180,7 @@ class ExactCheckpointHook(CheckpointHook):
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Read our part of a checkpoint, and convert the rest for mmengine."""
-        if not is_resuming(runner):
+        if not runner.cfg.resume:
             return
         if "optimizer" not in checkpoint or "exact_resume" not in checkpoint:
             raise InputError(
@@ -386,35 +386,14 @@ def state_fault(runner: Any, checkpoint: dict[str, Any], resumed: dict[str, Any]
     return None
 
 
-class _Skipped:
-    """Stands for the log in a checkpoint of mmengine, whose own class would call what it reads."""
-
-    def __init__(self, *args: Any) -> None:
-        """Forget the content."""
-
-    def __setstate__(self, state: Any) -> None:
-        """Forget the content."""
-
-
-# mmengine's own hook writes numbers of NumPy, which a resumed run alone needs, and its log.
-_SKIPPED: list[Any] = [
-    (_Skipped, "builtins.getattr"),
-    (_Skipped, "mmengine.logging.history_buffer.HistoryBuffer"),
-    *((_Skipped, f"numpy.{name}") for name in ("dtype", "ndarray")),
-    *((_Skipped, f"numpy._core.multiarray.{name}") for name in ("_reconstruct", "scalar")),
-]
-
-
 def load_plain_checkpoint(filename: str) -> dict[str, Any]:
     """Load a checkpoint of tensors and plain values, without running code.
 
-    It may also be one of mmengine's own ``CheckpointHook``. A checkpoint of timm gives
-    ``state_dict`` with mmpretrain's names, ``meta`` with the class names of its export, and its
-    description under ``DESCRIPTION``.
+    A checkpoint of timm gives ``state_dict`` with mmpretrain's names, ``meta`` with the class names
+    of its export, and its description under ``DESCRIPTION``.
     """
     path = Path(filename).expanduser()
-    with torch.serialization.safe_globals(_SKIPPED):
-        checkpoint: dict[str, Any] = read_checkpoint(path)
+    checkpoint: dict[str, Any] = read_checkpoint(path)
     weights = checkpoint.get("state_dict", checkpoint)
     # A tensor of each of timm's ViTs. In a classifier of mmpretrain it is in `backbone.`.
     if path.suffix == ".safetensors" or (
@@ -434,12 +413,7 @@ def load_plain_checkpoint(filename: str) -> dict[str, Any]:
 
 @WEIGHT_INITIALIZERS.register_module()
 class PlainPretrained(PretrainedInit):
-    """mmengine's ``Pretrained``, for the checkpoints that ``load_plain_checkpoint`` reads.
-
-    Args:
-        checkpoint: The file.
-        prefix: Beginning of the names of the tensors to take.
-    """
+    """mmengine's ``Pretrained``, for the checkpoints that ``load_plain_checkpoint`` reads."""
 
     def __call__(self, module: torch.nn.Module) -> None:
         """Load the weights of a module."""

@@ -70,18 +70,10 @@ def configure_test(cfg: Config, checkpoint: Path, out: Path) -> None:
 
 
 class _TestHook(Hook):
-    """Shows progress, notes the epoch of the weights and, if wanted, the answer to each image."""
-
-    epoch: int | None = None  # an exported file does not say it
-    averaged: bool | None = None
+    """Shows progress and, if wanted, notes the answer to each image."""
 
     def __init__(self, notes_answers: bool) -> None:
         self._notes_answers, self._rows = notes_answers, []
-
-    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        if "epoch" in checkpoint.get("meta", {}):
-            self.epoch = checkpoint["meta"]["epoch"]
-            self.averaged = checkpoint["meta"].get("averaged", "ema_state_dict" in checkpoint)
 
     def before_test(self, runner) -> None:
         hidden = not is_main_process() or None  # None: where standard error is no terminal
@@ -115,11 +107,15 @@ def run_test(cfg: Config, cfg_options: Mapping[str, Any] | None = None) -> None:
 
     ``cfg_options`` are the values that the user overrode in the config, for the record.
     """
+    weights, cfg.load_from = cfg.load_from, None
     runner = TrainingRunner.from_cfg(cfg)
     kinds = [each.type for each in cfg.test_evaluator]
     hook = _TestHook(notes_answers=kinds == ["AccuracyAndLoss"])
     runner.register_hook(hook)
-    runner.load_or_resume()  # wrong weights are found before the data are read
+    checkpoint = runner.load_checkpoint(weights)  # wrong ones are found before the data are read
+    meta = checkpoint.get("meta") or {}
+    epoch = meta.get("epoch")  # an exported file does not say it
+    averaged = meta.get("averaged", "ema_state_dict" in checkpoint)
     metrics, rows = runner.test(), hook.rows()
     if not is_main_process():
         return
@@ -127,9 +123,9 @@ def run_test(cfg: Config, cfg_options: Mapping[str, Any] | None = None) -> None:
     classes: list[str] = list(dataset.metainfo.get("classes") or ())
     record = {
         "config": str(cfg.filename),
-        "checkpoint": str(cfg.load_from),
-        "epoch": hook.epoch,
-        "averaged_weights": hook.averaged,
+        "checkpoint": weights,
+        "epoch": epoch,
+        "averaged_weights": None if epoch is None else averaged,
         "data_root": next(datasets(cfg.test_dataloader.dataset)).get("data_root"),
         "images": len(rows) or len(dataset),
         "cfg_options": dict(cfg_options or {}),

@@ -4,8 +4,7 @@ Losses stay on the GPU until the logger needs them: reading one in each step let
 """
 
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
 from pathlib import Path
@@ -29,11 +28,6 @@ from .loop import by_iteration
 from .models.backbone import num_classes
 from .models.distillation import DistilledClassifier, DistilledHead
 from .optim import AutocastOptimWrapper
-
-
-def is_resuming(runner: Any) -> bool:
-    """Tell whether a runner resumes a run, rather than starting from weights or from scratch."""
-    return runner._resume  # there is no public property
 
 
 def samples_per_step(runner: Any) -> int:
@@ -145,14 +139,6 @@ def check_same_classes(owner: str, classes: Sequence[str] | None, dataset: Any) 
         )
 
 
-def classes_of(checkpoint: Mapping[str, Any]) -> list[str] | None:
-    """Return the class names of a checkpoint, or None if it has none."""
-    found: Any = checkpoint
-    for key in ("meta", "dataset_meta", "classes"):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return list(found) if isinstance(found, list | tuple) and found else None
-
-
 def check_weights(model: nn.Module, checkpoint: dict) -> None:
     """Check that a checkpoint has exactly the tensors of a model, trained for its arguments."""
     weights = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, dict) else {}
@@ -195,7 +181,7 @@ class GuardHook(Hook):
 
     def before_train(self, runner) -> None:
         """Check that all parts of the run fit each other."""
-        check_run(runner, self._classes if is_resuming(runner) else None)
+        check_run(runner, self._classes if runner.cfg.resume else None)
         warn_of_rate(runner)
 
     def before_test(self, runner) -> None:
@@ -207,7 +193,8 @@ class GuardHook(Hook):
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Refuse weights of another model."""
         check_weights(unwrap(runner.model), checkpoint)
-        self._classes = classes_of(checkpoint)
+        data = (checkpoint.get("meta") or {}).get("dataset_meta") or {}
+        self._classes = data.get("classes")
 
     def before_val(self, runner) -> None:
         """Stop rather than validate a model that diverged; it could be saved as the best."""
@@ -281,11 +268,11 @@ class LazyRuntimeInfoHook(RuntimeInfoHook):
 
 def describe_run(runner: Any) -> str:
     """Describe a run before it starts: what is trained, on what, how long, and where."""
-    loader, noun, parameters = runner.train_dataloader, sample_noun(runner), runner.model.parameters
-    trained = sum(each.numel() for each in parameters() if each.requires_grad)
+    noun, parameters = sample_noun(runner), [*runner.model.parameters()]
+    trained = sum(each.numel() for each in parameters if each.requires_grad)
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     part = runner.cfg.model.get("backbone") or runner.cfg.model
-    data = f"{len(loader.dataset):,} training"
+    data = f"{len(runner.train_dataloader.dataset):,} training"
     if runner.val_loop is not None:
         data += f" and {len(runner.val_dataloader.dataset):,} validation"
     length = f"{runner.max_iters:,} steps"
@@ -299,7 +286,7 @@ def describe_run(runner: Any) -> str:
     lines = {
         "config": runner.cfg.filename,
         "model": part.get("model_name") or part.get("type"),
-        "parameters": f"{sum(p.numel() for p in parameters()):,}, {trained:,} of them trained",
+        "parameters": f"{sum(map(Tensor.numel, parameters)):,}, {trained:,} of them trained",
         "data": f"{data} {noun}",
         "device": f"{machine}; processes: {runner.world_size}; {dtype_of(runner)}",
         "step": f"{samples_per_step(runner):,} {noun} (batches accumulated: "
@@ -329,8 +316,7 @@ class ProgressHook(Hook):
         samples = samples_per_step(runner) * (length or 1)
         # In a run by epochs, an iteration is one batch.
         self._number = samples if by_iteration(runner) else samples // accumulation(runner)
-        self._done, self._since = 0, time.monotonic()
-        self._open = ExitStack()
+        self._done, self._open = 0, ExitStack()
         if not is_main_process():
             return
         runner.logger.info(describe_run(runner))
@@ -355,21 +341,13 @@ class ProgressHook(Hook):
             self._bar.update()
         if not losses_are_due(runner, batch_idx):
             return
-        hub, now = runner.message_hub, time.monotonic()
-        rate = self._done * self._number / max(now - self._since, 1e-9)
-        hub.update_scalar(f"train/{self._unit}", rate)
-        self._done, self._since = 0, now
+        hub = runner.message_hub
+        seconds = hub.get_scalar("train/time").mean(self._done)  # without validations
+        hub.update_scalar(f"train/{self._unit}", self._number / max(seconds, 1e-9))
+        self._done = 0
         if self._bar is not None and "train/loss" in hub.log_scalars:
             loss = hub.get_scalar("train/loss").current()
             self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-
-    def before_val(self, runner) -> None:
-        """Note when a validation begins."""
-        self._began = time.monotonic()
-
-    def after_val(self, runner) -> None:
-        """Keep the duration of a validation out of the speed."""
-        self._since += time.monotonic() - self._began
 
     def after_train(self, runner) -> None:
         """Close the bar."""

@@ -7,7 +7,6 @@ from typing import Any
 from mmengine.registry import LOOPS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmengine.runner.base_loop import BaseLoop
-from mmengine.runner.utils import calc_dynamic_intervals
 
 from tokenformer_vit.errors import InputError
 
@@ -45,15 +44,11 @@ class ResumableIterLoop(IterBasedTrainLoop):
         max_iters: int,
         val_begin: int = 1,
         val_interval: int = 1000,
-        dynamic_intervals: Any = None,
     ) -> None:
         # mmengine's would start the workers here, at the beginning of the data.
         BaseLoop.__init__(self, runner, dataloader)
         self._max_iters, self._max_epochs, self._epoch, self._iter = max_iters, 1, 0, 0
         self.val_begin, self.val_interval, self.stop_training = val_begin, val_interval, False
-        self.dynamic_milestones, self.dynamic_intervals = calc_dynamic_intervals(
-            val_interval, dynamic_intervals
-        )
         loader: Any = self.dataloader
         runner.visualizer.dataset_meta = loader.dataset.metainfo
         if not getattr(loader.sampler, "endless", False):
@@ -70,13 +65,12 @@ class ResumableIterLoop(IterBasedTrainLoop):
         optim: Any = self.runner.optim_wrapper
         each = optim._accumulative_counts
         # The wrapper counts batches, but the runner gave it iterations.
-        optim.initialize_count_status(self.runner.model, self._iter * each, self._max_iters * each)
+        optim.initialize_count_status(self.runner.model, self._iter * each, self.max_iters * each)
         loader.sampler.start = self._iter * each * loader.batch_size
         batches = iter(loader)
-        while self._iter < self._max_iters and not self.stop_training:
+        while self._iter < self.max_iters and not self.stop_training:
             self.runner.model.train()
             self.run_iter(list(islice(batches, each)))
-            self._decide_current_val_interval()
             if self.runner.val_loop is not None and validation_is_due(self):
                 self.runner.val_loop.run()
         self.runner.call_hook("after_train_epoch")

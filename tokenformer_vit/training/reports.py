@@ -38,9 +38,6 @@ class ResultsHook(Hook):
     ``timm.create_model("local-dir:WORK_DIR", pretrained=True)``. A run that timm cannot express
     says so at its start, and has ``not_exported`` in its record. ``record.json`` is the last file:
     a run with a record is finished. Its ``seconds`` count from ``resumed_at_iteration``.
-
-    Args:
-        export: Whether to export the model.
     """
 
     priority = "LOWEST"

@@ -46,13 +46,9 @@ class _Mix:
 class LabelPreprocessor(ClsDataPreprocessor):
     """mmpretrain's ``ClsDataPreprocessor``, which also takes labels as one tensor.
 
-    With these, nothing waits for the GPU.
-
-    Args:
-        batch_augments: ``augments``, configs of torchvision's ``Mixup`` and ``CutMix`` with their
-            ``alpha``, of which a batch gets one, and perhaps ``probs``. ``ImageClassifier`` gives
-            its ``train_cfg``.
-        **kwargs: As for ``ClsDataPreprocessor``.
+    With these, nothing waits for the GPU. ``batch_augments``, the ``train_cfg`` of an
+    ``ImageClassifier``, has ``augments``, configs of ``Mixup`` and ``CutMix`` with their ``alpha``,
+    of which a batch gets one, and perhaps ``probs``.
     """
 
     def __init__(self, *args: Any, batch_augments: dict | None = None, **kwargs: Any) -> None:
@@ -84,12 +80,8 @@ class LabelPreprocessor(ClsDataPreprocessor):
 class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):
     """timm's binary cross-entropy, in which each class of a mixed image has the target 1.
 
-    Its mean is over images and classes, as in DeiT III's code (arXiv:2204.07118).
-
-    Args:
-        smoothing: Smoothing of labels of images that are not mixed.
-        target_threshold: Scores above it become 1, others 0; ``None`` keeps the scores.
-        **kwargs: As for timm's loss.
+    Its mean is over images and classes, as in DeiT III's code (arXiv:2204.07118). With
+    ``target_threshold=None`` the scores are kept.
     """
 
     def __init__(

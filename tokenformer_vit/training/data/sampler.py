@@ -25,16 +25,11 @@ class ResumableSampler(DefaultSampler):
     It yields ``(place, index)`` where the data set is a :class:`Seeded` one, and otherwise indices.
 
     Args:
-        dataset: The data set.
-        shuffle: Whether to draw a new order in each epoch.
-        seed: Seed of the orders; None to let the processes agree on one.
-        round_up: Whether to repeat samples until all processes have the same number.
-        num_samples: Number of samples of each process in a shortened epoch; None for all. With
-            ``shuffle``, all processes together take a random subset, a new one in each epoch.
-            Without, they take evenly spaced samples, the same each time.
-        repeats: Copies of a sample, one after another, in different processes if there are
-            several (arXiv:1901.09335). An epoch stays as long, so it has a random part of the
-            samples; its length is a multiple of 256, as by timm's ``RepeatAugSampler``.
+        dataset, shuffle, seed, round_up: As for ``DefaultSampler``.
+        num_samples: Number of samples of each process in a shortened epoch: with ``shuffle`` a new
+            random subset in each epoch, without it evenly spaced ones, the same each time.
+        repeats: Copies of a sample, one after another (arXiv:1901.09335). An epoch stays as long,
+            so it has a random part of the samples; its length is a multiple of 256, as in timm.
         endless: Whether one epoch follows another without an end, for a run by iterations.
     """
 
@@ -96,11 +91,8 @@ class Seeded(Dataset):
     """A data set whose samples are drawn with random numbers of their own, by any pipeline.
 
     The global generators are seeded for each sample, and for each batch of a data set that fetches
-    batches by ``__getitems__``. All other attributes are those of the data set inside.
-
-    Args:
-        dataset: The data set, or its config.
-        seed: Seed of the run, the same on all processes.
+    batches by ``__getitems__``. All other attributes are those of the data set inside. The seed is
+    the same on all processes.
     """
 
     def __init__(self, dataset: Any, seed: int = 0) -> None:

@@ -20,11 +20,7 @@ class TokenDataset(Dataset):
 
     A row has ``inputs``, (N + 1,) int64 tokens, and ``source``, the number of its folder. Each
     token but the first is a target. The last token of a row is the first of the next.
-
-    Args:
-        data_root: Folder that ``tokenformer-vit prepare-text`` made, or several with the same
-            context length and vocabulary.
-        split: ``train`` or ``val``.
+    ``data_root`` is a folder that ``tokenformer-vit prepare-text`` made, or several.
     """
 
     def __init__(self, data_root: str | Sequence[str], split: str) -> None:

@@ -30,18 +30,13 @@ class CausalLM(NestedTraining, BaseModel):
 
     Args:
         architecture: ``tokenformer``, or ``transformer`` for the form of GPT-2 or GPT-NeoX.
-        config: Sizes of a new model: for a TokenFormer the fields of
-            :class:`~tokenformer_vit.models.LMConfig`, perhaps with a ``preset``; for a Transformer
-            the arguments of :func:`~tokenformer_vit.language.transformer_lm`.
+        config: Sizes of a new model, as for :class:`~tokenformer_vit.models.LMConfig`, perhaps with
+            a ``preset``, or :func:`~tokenformer_vit.language.transformer_lm`.
         checkpoint: Folder of a trained model to start from; its weights are converted to float32.
-        growth: Arguments of :func:`tokenformer_vit.growth.grow`, to append pairs at the start; by
-            default with the seed of the run.
-        sandwich: Train a model with ``nested`` in its ``config`` at several sizes at once. A
-            validation then also measures ``perplexity_at_0.25``, and so on.
-        distill: With ``sandwich``: whether smaller sizes also learn from larger ones; see
-            :class:`~tokenformer_vit.training.models.nested.NestedTraining`.
-        compile: Whether to compile each block, or how: a mode of ``torch.compile``, or a dict of
-            its arguments. Checkpoints stay the same.
+        growth: Arguments of :func:`tokenformer_vit.growth.grow`, to append pairs at the start.
+        sandwich: Train the sizes ``nested`` of ``config`` at once, and measure each.
+        distill: With ``sandwich``: whether smaller sizes also learn from larger ones.
+        compile: Compile each block: True, a mode of ``torch.compile``, or a dict of its arguments.
     """
 
     def __init__(

@@ -26,18 +26,13 @@ class TimmClassificationBackbone(BaseModule):
     a tuple of the pooled features, (B, C); with a distillation token, of the two tokens.
 
     Args:
-        model_name: Name of a registered timm model whose classifier is a linear ``head``.
+        model_name: A timm model whose classifier is a linear ``head``; other arguments are its own.
         pretrained: Start from timm's pretrained weights.
-        checkpoint_path: Start from this checkpoint of the same model, but for its head; positions
-            are resampled for another ``img_size``.
-        compile: Compile each block; checkpoints stay the same. A text is a mode of
-            ``torch.compile``, a dict has its arguments.
+        checkpoint_path: Start from this checkpoint of the same model, but for its head.
+        compile: Compile each block: True, a mode of ``torch.compile``, or a dict of its arguments.
         backend: How a TokenFormer computes Pattention: one of ``tokenformer_vit.ops.BACKENDS``.
         growth: Arguments of :func:`tokenformer_vit.growth.grow`, which then appends pairs.
-            ``freeze="old"`` trains only these and the head. Default ``seed``: that of the run.
-        frozen: Train only the head: a linear probe. The model stays in evaluation mode, so
-            training sees the features that validation sees.
-        **kwargs: Arguments of the timm model.
+        frozen: Train only the head; the model stays in evaluation mode, as validation sees it.
     """
 
     def __init__(

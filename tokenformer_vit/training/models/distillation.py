@@ -100,7 +100,6 @@ class DistilledClassifier(ImageClassifier):
             weights of the timm model. ``labels``: ``hard`` (default), the class that the teacher
             predicts; or ``soft``, all its probabilities. ``weight``: share of the teacher in the
             loss, 0.5. ``temperature``: divisor of the logits of both models for soft labels, 1.
-        **kwargs: Arguments of ``ImageClassifier``.
     """
 
     def __init__(self, distillation: dict[str, Any], **kwargs: Any) -> None:

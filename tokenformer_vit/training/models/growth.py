@@ -35,17 +35,12 @@ class GrowthHook(Hook):
     grow to the size of the checkpoint.
 
     Args:
-        schedule: Sizes from a given time on, as ``[dict(epoch=100, num_ffn_param_tokens=1536)]``.
-            Each entry has ``epoch`` or ``iteration``, the number finished by then (0 grows the
-            weights that the run starts from), and numbers of pairs as for
-            :func:`tokenformer_vit.growth.grow`.
+        schedule: Sizes from a given time on, as ``[dict(epoch=100, num_ffn_param_tokens=1536)]``:
+            the ``epoch`` or ``iteration`` finished by then, and numbers of pairs.
         open_iters: Iterations in which ``fixed`` gates open evenly after each growth.
-        new_warmup_iters: Iterations in which the learning rate of the newest pairs rises evenly to
-            its value after each growth; they are then a group of the optimiser.
-        train_head: Whether the classifier is trained although ``freeze`` is given. Without it, the
-            grown model contains the old one unchanged.
-        **how: ``init``, ``gate``, ``nested``, ``moments``, ``new_lr_scale`` and ``freeze`` of
-            ``grow``.
+        new_warmup_iters: Iterations in which the rate of the newest pairs rises to its value.
+        train_head: Whether the classifier is trained although ``freeze`` is given.
+        **how: Other arguments of :func:`tokenformer_vit.growth.grow`.
     """
 
     priority = "HIGHEST"  # before the hooks that check a checkpoint against the model

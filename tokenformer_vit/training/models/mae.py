@@ -22,13 +22,7 @@ class MaskedAutoencoder(MAE):
     Decoder and target take their sizes from the encoder. The position embeddings are fixed: sines
     and cosines in two dimensions, or those of loaded weights; fine-tuning trains them. Masks are
     random in training; in a validation, the index of an image in the data set decides its mask.
-
-    Args:
-        backbone: Config of a ``TimmClassificationBackbone``.
-        neck, head: Configs of an ``MAEPretrainDecoder`` and an ``MAEPretrainHead``.
-        mask_ratio: Share of the patches that the encoder does not see.
-        train_cfg: None, or no augments, which are for classifiers.
-        **kwargs: Other arguments of ``MAE``.
+    ``mask_ratio`` is the share of the patches that the encoder does not see.
     """
 
     backbone: Any

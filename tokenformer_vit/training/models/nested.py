@@ -90,10 +90,6 @@ class NestedClassifier(NestedTraining, ImageClassifier):
 
     Its backbone has ``nested``, such as (0.25, 0.5, 0.75). A validation measures every size:
     ``accuracy/top1`` is that of all pairs, and ``accuracy/top1_at_0.25`` that of a quarter of them.
-
-    Args:
-        distill: See :class:`NestedTraining`.
-        **kwargs: Arguments of ``ImageClassifier``.
     """
 
     def __init__(self, distill: bool = False, **kwargs: Any) -> None:
