@@ -365,16 +365,6 @@ def test_a_damaged_state_is_refused(train, run, damage):
     assert "checkpoint does not fit this run" in train.fails(run, "--resume")
 
 
-def test_a_fine_tuning_needs_its_start_only_once(train, finished, own, tmp_path):
-    start = shutil.copytree(finished, tmp_path / "start")
-    weights = str(start / "model.safetensors")
-    train = train.of(own(f"model = dict(backbone=dict(checkpoint_path={weights!r}))"))
-    train(tmp_path / "run", "--cfg-options", "train_cfg.max_epochs=2")
-    shutil.rmtree(start)
-    (tmp_path / "run" / "record.json").unlink()
-    train(tmp_path / "run", "--resume", "--cfg-options", "train_cfg.max_epochs=3")
-
-
 def test_what_a_killed_run_did_not_delete_is_deleted(train, run):
     last = last_checkpoint(run)
     last["message_hub"]["runtime_info"]["keep_ckpt_ids"] = [7, 1, 2, 3]

@@ -158,11 +158,9 @@ class ExactCheckpointHook(CheckpointHook):
         seeds = np.random.SeedSequence([seed, runner.iter, get_rank()])
         set_random_seed(int(seeds.generate_state(1)[0]))
 
-    def after_train_iter(
-        self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
-    ) -> None:
+    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
         """Save, if a checkpoint is due or a signal came."""
-        super().after_train_iter(runner, batch_idx, data_batch, outputs)  # type: ignore[arg-type]
+        super().after_train_iter(runner, batch_idx, data_batch, outputs)
         self._stopping |= runner.termination.agreed()
         if not runner.optim_wrapper.should_update():
             return

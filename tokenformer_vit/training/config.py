@@ -24,7 +24,6 @@ _INSTALLED = Path(tokenformer_vit.__file__).parent / ".mim/configs"  # as in Ope
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[2] / "configs"
 # Data sets whose classes are folders.
 _FOLDERS = ("ImageNet", "CustomDataset", "ImagesInMemory")
-_FIND_BASE = Config._get_cfg_path
 
 
 def find_config(name: str | Path) -> Path:
@@ -32,7 +31,7 @@ def find_config(name: str | Path) -> Path:
     path = Path(name)
     if path.is_file() and path.suffix == ".py":  # YAML could run code
         return path
-    shipped = _shipped(path.name)
+    shipped = CONFIGS / f"{path.stem}.py"
     if str(path.parent) in (".", "configs") and shipped.is_file():
         return shipped
     names = [file.stem for file in CONFIGS.glob("*.py")]
@@ -43,22 +42,18 @@ def find_config(name: str | Path) -> Path:
 def read_config(path: str | Path) -> Config:
     """Read a config, which may inherit from ``tokenformer_vit::NAME``, a shipped one."""
     # mmengine finds `package::config` only in OpenMMLab's packages, and has no public way to add.
-    with mock.patch.object(Config, "_get_cfg_path", staticmethod(_find_base)):
+    find = Config._get_cfg_path
+
+    def find_base(name: str, file: str) -> tuple[str, str | None]:
+        package, _, shipped = name.rpartition("::")
+        ours = package == tokenformer_vit.__name__
+        return (str(CONFIGS / shipped), None) if ours else find(name, file)
+
+    with mock.patch.object(Config, "_get_cfg_path", staticmethod(find_base)):
         try:
             return Config.fromfile(find_config(path))
         except SystemExit as error:  # its status may be 0
             raise InputError(f"{path} ends the program: leave exit() out") from error
-
-
-def _find_base(name: str, file: str) -> tuple[str, str | None]:
-    package, _, shipped = name.rpartition("::")
-    if package == tokenformer_vit.__name__:
-        return str(_shipped(shipped)), None
-    return _FIND_BASE(name, file)
-
-
-def _shipped(name: str) -> Path:
-    return CONFIGS / f"{name.removesuffix('.py')}.py"
 
 
 def load_config(
@@ -117,7 +112,7 @@ def datasets(dataset: Any) -> Iterator[Any]:
     inner = dataset.get("datasets") or dataset.get("dataset")
     if inner is None:
         yield dataset
-    for each in _listed(inner):
+    for each in listed(inner):
         yield from datasets(each)
 
 
@@ -231,7 +226,7 @@ def check_config(cfg: Config) -> None:
         if figures and name.partition("_at_")[0] not in figures:
             raise InputError(f"{key} is {name!r}, but validation measures {', '.join(figures)}")
     optimizer = str((cfg.optim_wrapper.get("optimizer") or {}).get("type")).rpartition(".")[2]
-    starts = _listed((cfg.model.get("head") or {}).get("init_cfg"))
+    starts = listed((cfg.model.get("head") or {}).get("init_cfg"))
     zero = any(start.get("type") == "Constant" and not start.get("val") for start in starts)
     if zero and optimizer.lower() in ("lamb", "lars"):
         warnings.warn(
@@ -245,7 +240,7 @@ def check_schedule(cfg: Config) -> None:
     """Refuse a schedule of the learning rate that does not fit into the run."""
     limit = "max_iters" if "max_iters" in cfg.train_cfg else "max_epochs"
     length = cfg.train_cfg[limit]
-    for index, part in enumerate(_listed(cfg.get("param_scheduler"))):
+    for index, part in enumerate(listed(cfg.get("param_scheduler"))):
         by_epoch, begin = part.get("by_epoch", True), part.get("begin", 0)
         if by_epoch and limit == "max_iters" and not part.get("convert_to_iter_based"):
             raise InputError(f"param_scheduler.{index} counts epochs: set by_epoch=False")
@@ -260,12 +255,12 @@ def check_schedule(cfg: Config) -> None:
 def _figures(cfg: Config) -> list[str]:
     """Return the names of what validation measures, and ``auto``; nothing if they are unknown."""
     names = ["auto"]
-    for metric in _listed(cfg.get("val_evaluator")):
+    for metric in listed(cfg.get("val_evaluator")):
         ranks = {"Accuracy": (1,), "AccuracyAndLoss": (1, 5)}.get(metric["type"])
         if metric["type"] == "ReconstructionError":
             names.append("reconstruction/error")
         elif ranks and not metric.keys() & {"thrs", "prefix"}:
-            names += [f"accuracy/top{k}" for k in _listed(metric.get("topk", ranks))]
+            names += [f"accuracy/top{k}" for k in listed(metric.get("topk", ranks))]
             names += ["cross_entropy"] * (metric["type"] == "AccuracyAndLoss")
         else:
             return []
@@ -274,17 +269,17 @@ def _figures(cfg: Config) -> list[str]:
 
 def _monitors(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield keys of the config that name a figure of validation, and the names."""
-    for name in _listed((cfg.default_hooks.get("checkpoint") or {}).get("save_best")):
+    for name in listed((cfg.default_hooks.get("checkpoint") or {}).get("save_best")):
         yield "default_hooks.checkpoint.save_best", name
-    for index, part in enumerate(_listed(cfg.get("param_scheduler"))):
+    for index, part in enumerate(listed(cfg.get("param_scheduler"))):
         if "ReduceOnPlateau" in str(part["type"]):
             yield f"param_scheduler.{index}.monitor", part.get("monitor", "val_loss")
-    for index, hook in enumerate(_listed(cfg.get("custom_hooks"))):
+    for index, hook in enumerate(listed(cfg.get("custom_hooks"))):
         if hook["type"] == "EarlyStoppingHook":
             yield f"custom_hooks.{index}.monitor", hook["monitor"]
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
     """Return a list; a config may have one dict or number instead of a list, or None."""
     if value is None:
         return []

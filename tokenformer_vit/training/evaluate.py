@@ -80,9 +80,7 @@ class _TestHook(Hook):
         number = len(runner.test_dataloader)
         self._bar = tqdm(total=number, disable=hidden, desc="testing", leave=False)
 
-    def after_test_iter(
-        self, runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
-    ) -> None:
+    def after_test_iter(self, runner, batch_idx: int, data_batch=None, outputs: Any = None) -> None:
         self._bar.update()
         if self._notes_answers:
             scores, best = torch.stack([each.pred_score for each in outputs]).max(dim=1)

@@ -1,7 +1,6 @@
 """Export a trained classifier to timm: weights, arguments, preprocessing and class names."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -12,7 +11,7 @@ from mmpretrain.models import ClsBatchNormNeck, LinearClsHead, MAEPretrainDecode
 from timm.models import get_model_args
 from torch import nn
 
-from tokenformer_vit.errors import InputError, one_line
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.models.checkpoints import describe_model, save_model
 from tokenformer_vit.vision.datasets import HUB
@@ -113,18 +112,7 @@ def as_timm_model(classifier: Any) -> nn.Module:
     return model
 
 
-def export_problem(classifier: Any, cfg: Any) -> str | None:
-    """Convert a classifier as its export would; return why that is impossible, or None."""
-    try:
-        describe_model(as_timm_model(classifier), num_classes(classifier), None, preprocessing(cfg))
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        return f"{one_line(error)} ({type(error).__name__})"
-    return None
-
-
-def describe_classifier(
-    classifier: Any, cfg: Any, metainfo: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def describe_classifier(classifier: Any, cfg: Any, metainfo: dict) -> dict[str, Any] | None:
     """Return the ``config.json`` of a classifier's export; None if its weights are not timm's."""
     if hasattr(getattr(classifier, "backbone", None), "exported"):
         return None
@@ -139,11 +127,7 @@ def describe_classifier(
 
 
 def export_classifier(
-    classifier: Any,
-    cfg: Any,
-    metainfo: Mapping[str, Any],
-    folder: str | Path,
-    facts: Mapping[str, Any] | None = None,
+    classifier: Any, cfg: Any, metainfo: dict, folder: str | Path, facts: dict | None = None
 ) -> None:
     """Write an mmpretrain classifier as a timm folder, with ``facts`` in its model card."""
     names = metainfo["classes"] if num_classes(classifier) else None

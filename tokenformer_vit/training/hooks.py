@@ -232,9 +232,7 @@ class LazyRuntimeInfoHook(RuntimeInfoHook):
         """Count the iterations."""
         runner.message_hub.update_info("iter", runner.iter)
 
-    def after_train_iter(
-        self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
-    ) -> None:
+    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
         """Keep the losses, or read them if it is time."""
         norms = getattr(runner.optim_wrapper, "norms", {})
         values = {name: value.detach() for name, value in {**norms, **(outputs or {})}.items()}
@@ -307,8 +305,6 @@ class ProgressHook(Hook):
     Where standard error is a terminal, a bar shows the whole run; its ETA includes validations.
     """
 
-    _bar: tqdm | None = None
-
     def before_train(self, runner) -> None:
         """Describe the run, and open the bar at the iteration where it continues."""
         length = runner.train_dataloader.dataset.metainfo.get("context_length")
@@ -317,35 +313,30 @@ class ProgressHook(Hook):
         # In a run by epochs, an iteration is one batch.
         self._number = samples if by_iteration(runner) else samples // accumulation(runner)
         self._done, self._open = 0, ExitStack()
-        if not is_main_process():
-            return
         runner.logger.info(describe_run(runner))
-        bar = tqdm(
+        self._bar = tqdm(
             total=runner.max_iters,
             initial=runner.iter,
-            disable=None,
+            disable=not is_main_process() or None,  # None: where standard error is no terminal
             dynamic_ncols=True,
             desc="training",
             smoothing=0,  # the mean since the start, so that it includes validations
         )
-        self._bar = self._open.enter_context(bar)
-        if not bar.disable:
+        self._open.enter_context(self._bar)
+        if not self._bar.disable:
             self._open.enter_context(logging_redirect_tqdm([runner.logger]))
 
-    def after_train_iter(
-        self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
-    ) -> None:
+    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
         """Advance the bar; where the losses are read, log the speed."""
         self._done += 1
-        if self._bar is not None:
-            self._bar.update()
+        self._bar.update()
         if not losses_are_due(runner, batch_idx):
             return
         hub = runner.message_hub
         seconds = hub.get_scalar("train/time").mean(self._done)  # without validations
         hub.update_scalar(f"train/{self._unit}", self._number / max(seconds, 1e-9))
         self._done = 0
-        if self._bar is not None and "train/loss" in hub.log_scalars:
+        if "train/loss" in hub.log_scalars:
             loss = hub.get_scalar("train/loss").current()
             self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
 

@@ -37,18 +37,11 @@ class ResumableIterLoop(IterBasedTrainLoop):
     intervals always count steps. A resumed run does not read the data before its start.
     """
 
-    def __init__(
-        self,
-        runner: Any,
-        dataloader: Any,
-        max_iters: int,
-        val_begin: int = 1,
-        val_interval: int = 1000,
-    ) -> None:
+    def __init__(self, runner, dataloader: Any, max_iters: int, val_interval: int = 1000) -> None:
         # mmengine's would start the workers here, at the beginning of the data.
         BaseLoop.__init__(self, runner, dataloader)
         self._max_iters, self._max_epochs, self._epoch, self._iter = max_iters, 1, 0, 0
-        self.val_begin, self.val_interval, self.stop_training = val_begin, val_interval, False
+        self.val_begin, self.val_interval, self.stop_training = 1, val_interval, False
         loader: Any = self.dataloader
         runner.visualizer.dataset_meta = loader.dataset.metainfo
         if not getattr(loader.sampler, "endless", False):

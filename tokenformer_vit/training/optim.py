@@ -74,11 +74,9 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     ``use_muon=True``. Its AdamW updates the rest, with the same learning rate.
     """
 
-    def add_params(
-        self, params: list[dict], module: nn.Module, prefix: str = "", *args: Any, **kwargs: Any
-    ) -> None:
+    def add_params(self, params: list, module: nn.Module, prefix: str = "", **kwargs: Any) -> None:
         """Add the parameters of a module; when the model is complete, merge the groups."""
-        super().add_params(params, module, prefix, *args, **kwargs)
+        super().add_params(params, module, prefix, **kwargs)
         if not prefix:
             if self.optimizer_cfg["type"] is Muon:
                 _choose_matrices(params, module)
@@ -232,10 +230,8 @@ class AccumulationEMAHook(EMAHook):
     average as ``ema_state_dict``.
     """
 
-    def __init__(
-        self, ema_type: str = "ForeachMovingAverage", validated: bool = True, **kwargs: Any
-    ) -> None:
-        super().__init__(ema_type=ema_type, **kwargs)
+    def __init__(self, validated: bool = True, **kwargs: Any) -> None:
+        super().__init__(**{"ema_type": "ForeachMovingAverage", **kwargs})
         self.validated = validated
 
     def before_save_checkpoint(self, runner, checkpoint: dict) -> None:

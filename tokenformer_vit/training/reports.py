@@ -15,12 +15,15 @@ from mmengine.dist import master_only
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
+from tokenformer_vit.errors import one_line
+from tokenformer_vit.models.checkpoints import describe_model
 from tokenformer_vit.records import environment, write_record
 
 from .distributed import unwrap
 from .export import (
+    as_timm_model,
     export_classifier,
-    export_problem,
+    preprocessing,
     resizes_with_opencv,
     run_facts,
     validated_model,
@@ -28,6 +31,7 @@ from .export import (
 from .hooks import dtype_of, sample_noun, samples_per_step
 from .loop import by_iteration
 from .metrics import RECONSTRUCTION, VAL_LOSS
+from .models.backbone import num_classes
 
 
 @HOOKS.register_module()
@@ -56,13 +60,17 @@ class ResultsHook(Hook):
 
     def prepare_export(self, runner) -> str | None:
         """Convert the model as the export will; return why that is impossible, or None."""
-        problem = export_problem(unwrap(runner.model), runner.cfg)
-        if problem is None and resizes_with_opencv(runner.cfg):
+        model, cfg = unwrap(runner.model), runner.cfg
+        try:
+            describe_model(as_timm_model(model), num_classes(model), None, preprocessing(cfg))
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            return f"{one_line(error)} ({type(error).__name__})"
+        if resizes_with_opencv(cfg):
             runner.logger.warning(
                 "The test pipeline resizes with OpenCV, the exported model's with Pillow, which "
                 'smooths: for the same numbers use EvalTransform, or set backend="pillow"'
             )
-        return problem
+        return None
 
     def export(self, runner) -> None:
         """Write the validated model into the work directory."""

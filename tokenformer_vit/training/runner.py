@@ -16,16 +16,15 @@ import torch
 from mmengine.config import Config
 from mmengine.dist import all_reduce, get_comm_device, get_world_size, master_only
 from mmengine.logging import MMLogger
-from mmengine.optim import OptimWrapper
 from mmengine.runner import Runner
 from torch import Tensor, nn
 
 from tokenformer_vit.files import whole_file
 
 from .checkpoint import load_plain_checkpoint
+from .config import listed
 from .data.sampler import seeded_loader
 from .distributed import unwrap
-from .hooks import accumulation, samples_per_step
 from .optim import AutocastOptimWrapper
 
 _STOCK_HOOKS = ("runtime_info", "timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
@@ -105,20 +104,17 @@ class TrainingRunner(Runner):
 
     begin: Callable[[], None] | None = None  # called once all checks of a training have passed
 
-    def __init__(
-        self, model: Any, work_dir: str, train_dataloader: Any = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         self._built, self.termination = False, Termination()
         seed = (kwargs.get("randomness") or {}).get("seed") or 0
-        if kwargs.get("resume") and isinstance(model, dict):
-            model = _without_start(model)
         kind = (kwargs.get("optim_wrapper") or {}).get("type")
         fused = timm.layers.use_fused_attn()
         if kind == AutocastOptimWrapper.__name__ and not torch.cuda.is_available():
             # The backward pass of fused attention is slow on a CPU in bfloat16.
             timm.layers.set_fused_attn(False)
         try:
-            super().__init__(model, work_dir, seeded_loader(train_dataloader, seed), **kwargs)
+            loader = seeded_loader(train_dataloader, seed)
+            super().__init__(*args, train_dataloader=loader, **kwargs)
         finally:
             timm.layers.set_fused_attn(bool(fused))
 
@@ -153,31 +149,7 @@ class TrainingRunner(Runner):
         with self.termination.noting(), only:
             return super().train()
 
-    def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: dict | None = None) -> None:
-        """Scale the rate with the images of an optimiser step."""
-        if not (auto_scale_lr or {}).get("enable"):
-            return
-        for group in optim_wrapper.param_groups:
-            group["lr"] *= accumulation(self)
-        super().scale_lr(optim_wrapper, auto_scale_lr)
-
-    def build_param_scheduler(self, scheduler: Any) -> Any:
-        """Build schedules; their least rates are scaled like the rate."""
-        scale = self.auto_scale_lr or {}
-        if scale.get("enable"):
-            ratio = samples_per_step(self) / scale["base_batch_size"]
-            listed = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
-            scheduler = [
-                {**each, "eta_min": each["eta_min"] * ratio}
-                if isinstance(each, dict) and each.get("eta_min")
-                else each
-                for each in listed
-            ]
-        return super().build_param_scheduler(scheduler)
-
-    def load_checkpoint(
-        self, filename: str, map_location: Any = "cpu", *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a file without running code; all tensors of the model must be there."""
         checkpoint = load_plain_checkpoint(filename)  # what needs the GPU is copied there
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
@@ -206,21 +178,19 @@ class TrainingRunner(Runner):
             torch.save(checkpoint, file)
 
 
-def _without_start(model: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a model without the files that it starts from.
-
-    A resumed run has all weights in its checkpoint. A file of the backbone that is still there also
-    has its arguments.
-    """
-    backbone, head = dict(model.get("backbone") or {}), dict(model.get("head") or {})
-    if backbone.get("type") == "TimmClassificationBackbone":
-        backbone["pretrained"] = False
-        if not Path(backbone.get("checkpoint_path") or "").exists():
-            backbone["checkpoint_path"] = ""
-        model = {**model, "backbone": backbone}
-    if head.get("type") == "LabelHead":
-        model = {**model, "head": {**head, "init_cfg": None}}
-    return model
+def scale_rates(cfg: Config) -> None:
+    """Scale the rates of a config with the images of an optimiser step, if it says so."""
+    scale: Any = cfg.get("auto_scale_lr") or {}
+    if not scale.get("enable"):
+        return
+    batches = get_world_size() * cfg.optim_wrapper.get("accumulative_counts", 1)
+    images = cfg.train_dataloader.batch_size * batches
+    ratio = images / scale["base_batch_size"]
+    cfg.optim_wrapper.optimizer.lr *= ratio
+    for part in listed(cfg.get("param_scheduler")):
+        if part.get("eta_min"):
+            part["eta_min"] *= ratio
+    scale.update(enable=False, base_batch_size=images)  # mmengine would forget the accumulation
 
 
 def run_training(cfg: Config, begin: Callable[[], None] | None = None) -> Runner:
@@ -228,6 +198,7 @@ def run_training(cfg: Config, begin: Callable[[], None] | None = None) -> Runner
 
     ``begin`` is called once all checks of the training have passed.
     """
+    scale_rates(cfg)
     runner: Any = TrainingRunner.from_cfg(cfg)
     runner.begin = begin
     runner.train()

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import timm.loss
 import torch
-from mmpretrain.evaluation import Accuracy
 from mmpretrain.models import ClsDataPreprocessor, LabelSmoothLoss, LinearClsHead
 from mmpretrain.registry import MODELS
 from torch import Tensor, nn
@@ -103,20 +102,12 @@ class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):
 class LabelHead(LinearClsHead):
     """mmpretrain's ``LinearClsHead``, which also takes labels, or scores, as one tensor."""
 
-    def _get_loss(self, cls_score: Tensor, data_samples: Any, **kwargs: Any) -> dict:
-        """Return the mean ``loss`` of a batch and, with ``cal_acc``, its accuracy.
-
-        ``cls_score`` is (N, K); ``data_samples`` a list, or (N,) int64 labels, or (N, K) scores.
-        """
+    def loss(self, feats: Any, data_samples: Any, **kwargs: Any) -> dict:
+        """Return the mean ``loss`` of a list of samples, (N,) int64 labels, or (N, K) scores."""
         if not isinstance(data_samples, Tensor):
-            return super()._get_loss(cls_score, data_samples, **kwargs)
-        loss, target = cast(nn.Module, self.loss_module), data_samples
-        if isinstance(loss, LabelSmoothLoss) and target.ndim == 1:
+            return super().loss(feats, data_samples, **kwargs)
+        loss, scores = cast(nn.Module, self.loss_module), self(feats)
+        if isinstance(loss, LabelSmoothLoss) and data_samples.ndim == 1:
             # The loss would make the same, but read the labels from the GPU to check them.
-            target = one_hot(target, cls_score.shape[1])
-        losses = {"loss": loss(cls_score, target, avg_factor=len(cls_score), **kwargs)}
-        if self.cal_acc:
-            topk: Any = self.topk  # a tuple; mmpretrain also declares a number
-            right: Any = Accuracy.calculate(cls_score, data_samples, topk=topk)
-            losses |= {f"accuracy_top-{k}": own for k, own in zip(topk, right, strict=True)}
-        return losses
+            data_samples = one_hot(data_samples, scores.shape[1])
+        return {"loss": loss(scores, data_samples, avg_factor=len(scores), **kwargs)}

@@ -25,7 +25,6 @@ class ResumableSampler(DefaultSampler):
     It yields ``(place, index)`` where the data set is a :class:`Seeded` one, and otherwise indices.
 
     Args:
-        dataset, shuffle, seed, round_up: As for ``DefaultSampler``.
         num_samples: Number of samples of each process in a shortened epoch: with ``shuffle`` a new
             random subset in each epoch, without it evenly spaced ones, the same each time.
         repeats: Copies of a sample, one after another (arXiv:1901.09335). An epoch stays as long,
@@ -38,14 +37,12 @@ class ResumableSampler(DefaultSampler):
     def __init__(
         self,
         dataset: Sized,
-        shuffle: bool = True,
-        seed: int | None = None,
-        round_up: bool = True,
         num_samples: int | None = None,
         repeats: int = 1,
         endless: bool = False,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(dataset, shuffle, seed, round_up)
+        super().__init__(dataset, **kwargs)
         self.endless, self._repeats, self._spread = endless, repeats, False
         samples, whole = len(dataset), len(dataset) // 256 * 256
         if repeats > 1 and whole:
@@ -53,7 +50,7 @@ class ResumableSampler(DefaultSampler):
             self.total_size = self.num_samples * self.world_size
         if num_samples is not None and num_samples * self.world_size < samples:
             self.num_samples, self.total_size = num_samples, num_samples * self.world_size
-            self._spread = not shuffle
+            self._spread = not self.shuffle
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the samples of this process, from ``start`` on."""

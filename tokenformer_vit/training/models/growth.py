@@ -213,9 +213,7 @@ class CostHook(Hook):
     def __init__(self) -> None:
         self._known: dict[tuple[int, float | None], int] = {}  # FLOPs of an example
 
-    def after_train_iter(
-        self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
-    ) -> None:
+    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
         """Add the cost of this iteration."""
         spent, model = runner.message_hub.runtime_info.get("flops") or 0, unwrap(runner.model)
         parameters = _count(model)

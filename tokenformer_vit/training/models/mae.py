@@ -1,6 +1,6 @@
 """Pre-training by masked image modelling (MAE): a timm model encodes only the visible patches."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,15 +30,9 @@ class MaskedAutoencoder(MAE):
     head: Any
 
     def __init__(
-        self,
-        backbone: Mapping[str, Any],
-        neck: Mapping[str, Any],
-        head: Mapping[str, Any],
-        mask_ratio: float = 0.75,
-        train_cfg: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, backbone: dict, neck: dict, head: dict, mask_ratio: float = 0.75, **kwargs: Any
     ) -> None:
-        if train_cfg and train_cfg.get("augments"):
+        if (kwargs.pop("train_cfg", None) or {}).get("augments"):
             raise InputError("a MaskedAutoencoder does not mix images: set model.train_cfg=None")
         encoder: Any = MODELS.build(dict(backbone))
         vit, stem = encoder.model, encoder.model.patch_embed

@@ -111,9 +111,7 @@ class NestedClassifier(NestedTraining, ImageClassifier):
             head,
         )
 
-    def predict(
-        self, inputs: Tensor, data_samples: list[Any] | None = None, **kwargs: Any
-    ) -> list[Any]:
+    def predict(self, inputs: Tensor, data_samples: Any = None, **kwargs: Any) -> list[Any]:
         """Predict at every size: ``pred_score`` of the full one, ``pred_score_at_0.25``."""
         samples = super().predict(inputs, data_samples, **kwargs)
         head: Any = self.head
