@@ -351,16 +351,9 @@ def test_other_data_other_weights_and_no_state_are_refused(train, run, data_root
     assert (run / "small.py").read_bytes() == written  # the config of the run
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: content["optimizer"]["state"][0].update(exp_avg=torch.ones(1)),
-        lambda content: content["ema_state_dict"].pop("module.head.fc.bias"),
-    ],
-)
-def test_a_damaged_state_is_refused(train, run, damage):
+def test_a_damaged_state_is_refused(train, run):
     content = last_checkpoint(run)
-    damage(content)
+    content["optimizer"]["state"][0]["exp_avg"] = torch.ones(1)
     torch.save(content, run / "epoch_3.pth")
     assert "checkpoint does not fit this run" in train.fails(run, "--resume")
 

@@ -27,7 +27,6 @@ from tokenformer_vit.models.checkpoints import (
     DESCRIPTION,
     description_of,
     model_computation,
-    model_faults,
     read_checkpoint,
     state_dict_in,
 )
@@ -62,17 +61,14 @@ class ExactCheckpointHook(CheckpointHook):
     """mmengine's ``CheckpointHook``, which also saves what an exact resume needs.
 
     That is the random state of every process, the seeds of the data, the config, and a description
-    of the model and its preprocessing. A checkpoint has tensors and plain values only, so it loads
-    with ``torch.load(..., weights_only=True)``. An old one is deleted only after the next one is on
-    the disk. While gradients are accumulated, a checkpoint waits for the step.
+    of the model. An old checkpoint is deleted only after the next one is on the disk. While
+    gradients are accumulated, a checkpoint waits for the step.
 
-    A resumed run may have another config, such as more epochs, a lower rate or another number of
-    processes; the log and ``record.json`` tell the difference. Else its losses equal those of an
-    uninterrupted run, bit for bit, if the operations are deterministic. A validation that was due
-    at the checkpoint runs again, because the run may have been killed during it.
+    A resumed run may have another config; the log and ``record.json`` tell the difference. Else its
+    losses equal those of an uninterrupted run, bit for bit, if the operations are deterministic. A
+    validation that was due at the checkpoint runs again, as the run may have been killed during it.
 
-    SIGTERM, USR1 and HUP end a run with the checkpoint ``stopped.pth``: after the present step, or
-    some seconds later if there are several processes.
+    SIGTERM, USR1 and HUP end a run, soon after a step, with the checkpoint ``stopped.pth``.
     """
 
     _resumed: dict[str, Any] | None = None
@@ -144,9 +140,6 @@ class ExactCheckpointHook(CheckpointHook):
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         """Restore the random generators after a resume."""
-        self._restore_rng(runner)
-
-    def _restore_rng(self, runner) -> None:
         if self._resumed is None:
             return
         states, seed = self._resumed["rng"], self._resumed["sampler_seed"]
@@ -272,9 +265,8 @@ class ExactCheckpointHook(CheckpointHook):
     def _collect(self, runner) -> dict[str, Any]:
         """Gather from all processes what an exact resume needs."""
         # A run that resumes after the last iteration of an epoch saves that epoch before it trains.
-        self._restore_rng(runner)
-        loader, optimizer = runner.train_dataloader, runner.optim_wrapper.optimizer
-        trained = chain(*(group["params"] for group in optimizer.param_groups))
+        self.before_train_iter(runner)
+        loader = runner.train_dataloader
         return {
             "rng": all_gather_object(rng_state()),
             "sampler_seed": loader.sampler.seed,
@@ -282,8 +274,6 @@ class ExactCheckpointHook(CheckpointHook):
             "samples": len(loader.dataset),
             "iters_per_epoch": len(loader),
             "config": _flat_config(runner),
-            "schedules": len(runner.param_schedulers or ()),
-            "without_state": sum(p.requires_grad and p not in optimizer.state for p in trained),
             "early_stopping": [
                 (hook.wait_count, float(hook.best_score)) for hook in _early_stopping_hooks(runner)
             ],
@@ -343,30 +333,18 @@ def state_fault(runner: Any, checkpoint: dict[str, Any], resumed: dict[str, Any]
     PyTorch compares only the sizes of groups, and a fused optimiser writes outside moments of
     another shape.
     """
-    done, epoch = (checkpoint["meta"][key] for key in ("iter", "epoch"))
-    first, last, end = 0, runner.max_iters, runner.max_iters
+    done, end = checkpoint["meta"]["iter"], runner.max_iters
     if not by_iteration(runner):
-        first, last = (each * resumed["iters_per_epoch"] for each in (epoch, epoch + 1))
         end = runner.max_epochs * resumed["iters_per_epoch"]
-    if not first <= done <= min(last, end):
-        return f"it is of iteration {done}, epoch {epoch}, and the run has {end} iterations"
-    if len(checkpoint.get("param_schedulers", ())) != resumed["schedules"]:
-        return f"it has not {resumed['schedules']} schedules"
-    models = {"state_dict": unwrap(runner.model)}  # an EMAHook may have exchanged the two
-    for hook in runner.hooks:
-        if isinstance(hook, EMAHook) and "ema_state_dict" in checkpoint:
-            models["ema_state_dict"] = hook.ema_model
-    for part, model in models.items():
-        if faults := model_faults(model.state_dict(), checkpoint[part]):
-            return f"{part}: {faults}"
+    if done > end:
+        return f"it is of iteration {done}, and the run has {end} iterations"
     optimizer, saved = runner.optim_wrapper.optimizer, checkpoint["optimizer"]
     kinds = (saved["param_groups"], optimizer.param_groups)
     numbers, groups = ([group["params"] for group in kind] for kind in kinds)
     if [*map(len, numbers)] != [*map(len, groups)]:
         return "the optimiser's groups have other sizes"
     parameters, states = dict(zip(chain(*numbers), chain(*groups), strict=True)), saved["state"]
-    without = [n for n, each in parameters.items() if each.requires_grad and n not in states]
-    if not states.keys() <= parameters.keys() or len(without) != resumed["without_state"]:
+    if not states.keys() <= parameters.keys():
         return "the optimiser's state is not that of these parameters"
     of_torch = type(optimizer).__module__.startswith("torch.optim")  # others may keep halves
     for number, state in states.items():
@@ -379,8 +357,6 @@ def state_fault(runner: Any, checkpoint: dict[str, Any], resumed: dict[str, Any]
                 return f"{name} of parameter {number} is {shape}, and the parameter {own}"
             if moment and of_torch and value.dtype != parameters[number].dtype:
                 return f"{name} of parameter {number} is {value.dtype}"
-            if not value.isfinite().all():
-                return f"{name} of parameter {number} is not finite"
     return None
 
 

@@ -42,8 +42,6 @@ def configure_test(cfg: Config, checkpoint: Path, out: Path) -> None:
             "for a language model use `tokenformer-vit evaluate-lm`"
         )
     checkpoint = checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint
-    if not checkpoint.is_file():
-        raise InputError(f"there is no checkpoint {checkpoint}; give an existing file")
     make_folder(out, "--out")
     cfg.load_from, cfg.resume = str(checkpoint), False
     cfg.work_dir = str(out)  # not the run's own, whose dumped config would be overwritten

@@ -15,6 +15,7 @@ import timm.layers
 import torch
 from mmengine.config import Config
 from mmengine.dist import all_reduce, get_comm_device, get_world_size, master_only
+from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
 from mmengine.runner import Runner
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ from .data.sampler import seeded_loader
 from .distributed import unwrap
 from .optim import AutocastOptimWrapper
 
-_STOCK_HOOKS = ("runtime_info", "timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
 # SIGTERM ends a job of Slurm and others, USR1 is for `sbatch --signal=USR1@60`, and HUP ends a
 # terminal. Windows has only the first.
 SIGNALS = [
@@ -127,10 +127,9 @@ class TrainingRunner(Runner):
         return logger
 
     def register_default_hooks(self, hooks: dict[str, Any] | None = None) -> None:
-        """Register the hooks of a config, without those that it sets to None."""
-        named = (hooks or {}).items()
-        kept: Any = {name: hook for name, hook in named if hook or name in _STOCK_HOOKS}
-        super().register_default_hooks(kept)
+        """Register the hooks of a config; one that it sets to None does nothing."""
+        given: Any = {name: hook or Hook() for name, hook in (hooks or {}).items()}
+        super().register_default_hooks(given)
 
     def dump_config(self) -> None:
         """Write no config: the command has."""

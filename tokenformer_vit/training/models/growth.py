@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch.optim import Optimizer
 
 from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow, grow_state_dict, open_gates
-from tokenformer_vit.growth.resize import MOMENTS, whole_layers
+from tokenformer_vit.growth import grow, open_gates
+from tokenformer_vit.growth.resize import MOMENTS
 from tokenformer_vit.models.sizes import at_size
 
 from ..distributed import unwrap
@@ -81,18 +82,10 @@ class GrowthHook(Hook):
         self.check_growths(unwrap(runner.model))
 
     def check_growths(self, model: nn.Module) -> None:
-        """Try all growths on one column of the pairs: a wrong size or name ends the run now."""
-        layers = whole_layers(model)
-        pairs = {
-            name: tensor[:, :1] if tensor.ndim == 2 else tensor
-            for name, tensor in model.state_dict().items()
-            if name.rpartition(".")[0] in layers
-        }
-        theta = next(iter(layers.values())).theta
-        rest = ("moments", "new_lr_scale")
-        how = {key: value for key, value in self.how.items() if key not in rest}
+        """Try all growths on a copy: a wrong size or name ends the run now."""
+        trial = deepcopy(model)
         for event in self.schedule[self.done :]:
-            pairs = grow_state_dict(pairs, theta=theta, **_sizes(event), **how)
+            self.grow_model(trial, _sizes(event), 0, None)
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         """Grow, if a growth is due; open gates, and warm up the rate of new pairs."""
