@@ -13,7 +13,7 @@ default_hooks = dict(
         type="ExactCheckpointHook", interval=1, by_epoch=True, max_keep_ckpts=3, save_best=None
     ),
     progress=dict(type="ProgressHook"),
-    results=dict(type="ResultsHook", export=True),
+    results=dict(type="ResultsHook"),
 )
 
 env_cfg = dict(

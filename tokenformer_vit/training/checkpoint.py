@@ -309,10 +309,9 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def rng_state() -> dict[str, Any]:
     """Return the state of all global random generators, in plain values and tensors."""
-    _, keys, *rest = cast(tuple, np.random.get_state())  # noqa: NPY002  # mixup draws from it
     return {
         "python": random.getstate(),
-        "numpy": [keys.tolist(), *rest],
+        "numpy": plain_values(cast(tuple, np.random.get_state())[1:]),  # noqa: NPY002
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }

@@ -117,10 +117,7 @@ def datasets(dataset: Any) -> Iterator[Any]:
 
 
 def _complete(cfg: Config) -> None:
-    """Add what a config leaves out, and put our loop and sampler in place of mmengine's.
-
-    They train in the same way, and can also resume in the middle of an epoch.
-    """
+    """Add what a config leaves out; our loop and sampler, which resume anywhere, replace stock."""
     cfg.randomness = {"seed": None, **(cfg.get("randomness") or {})}
     cfg.setdefault("resume", False)
     cfg.setdefault("load_from", None)

@@ -99,14 +99,10 @@ class _TestHook(Hook):
 
 
 def run_test(cfg: Config, cfg_options: Mapping[str, Any] | None = None) -> None:
-    """Run the test that :func:`configure_test` prepared; the main process writes the results.
-
-    ``cfg_options`` are the values that the user overrode in the config, for the record.
-    """
+    """Run the test that :func:`configure_test` prepared; ``cfg_options`` are for the record."""
     weights, cfg.load_from = cfg.load_from, None
     runner = TrainingRunner.from_cfg(cfg)
-    kinds = [each.type for each in cfg.test_evaluator]
-    hook = _TestHook(notes_answers=kinds == ["AccuracyAndLoss"])
+    hook = _TestHook([each.type for each in cfg.test_evaluator] == ["AccuracyAndLoss"])
     runner.register_hook(hook)
     checkpoint = runner.load_checkpoint(weights)  # wrong ones are found before the data are read
     meta = checkpoint.get("meta") or {}

@@ -96,10 +96,7 @@ def check_exportable(classifier: Any) -> None:
 
 
 def as_timm_model(classifier: Any) -> nn.Module:
-    """Copy an mmpretrain classifier to the CPU, as a timm model with a head and the same outputs.
-
-    The timm model of a masked autoencoder has no head.
-    """
+    """Copy an mmpretrain classifier to the CPU, as a timm model; that of an MAE has no head."""
     check_exportable(classifier)
     backbone, state_dict = classifier.backbone, classifier.state_dict()
     if hasattr(backbone, "exported"):  # LoRA adds its products to the weights

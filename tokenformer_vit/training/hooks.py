@@ -61,10 +61,7 @@ def dtype_of(runner: Any) -> str:
 
 
 def check_run(runner: Any, classes: Sequence[str] | None = None) -> None:
-    """Check what would give wrong numbers without a word.
-
-    ``classes`` are those of the checkpoint that the run resumes from.
-    """
+    """Check what would give wrong numbers; ``classes`` are those of a resumed checkpoint."""
     loader = runner.train_dataloader
     if not len(loader):
         raise InputError(
@@ -210,10 +207,9 @@ def losses_are_due(runner: Any, batch_idx: int) -> bool:
 
 @HOOKS.register_module()
 class LazyRuntimeInfoHook(RuntimeInfoHook):
-    """mmengine's ``RuntimeInfoHook``, which reads losses when the logger needs them.
+    """mmengine's ``RuntimeInfoHook``, which reads the losses when the logger needs them.
 
-    The loss that is logged and checked is the mean over all processes, so none of them stops
-    without the others when it is not finite.
+    They are means over all processes, so none stops without the others at one that is not finite.
     """
 
     def before_run(self, runner) -> None:
@@ -299,10 +295,9 @@ def describe_run(runner: Any) -> str:
 
 @HOOKS.register_module()
 class ProgressHook(Hook):
-    """Describe the run at its start, then show speed and ETA.
+    """Describe the run at its start, then show its speed, of all processes together, and its ETA.
 
-    The log lines get ``images/s`` or ``tokens/s``, of all processes together since the last line.
-    Where standard error is a terminal, a bar shows the whole run; its ETA includes validations.
+    On a terminal, a bar shows the whole run; its ETA includes validations.
     """
 
     def before_train(self, runner) -> None:
@@ -336,9 +331,6 @@ class ProgressHook(Hook):
         seconds = hub.get_scalar("train/time").mean(self._done)  # without validations
         hub.update_scalar(f"train/{self._unit}", self._number / max(seconds, 1e-9))
         self._done = 0
-        if "train/loss" in hub.log_scalars:
-            loss = hub.get_scalar("train/loss").current()
-            self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
 
     def after_train(self, runner) -> None:
         """Close the bar."""

@@ -74,10 +74,10 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     ``use_muon=True``. Its AdamW updates the rest, with the same learning rate.
     """
 
-    def add_params(self, params: list, module: nn.Module, prefix: str = "", **kwargs: Any) -> None:
+    def add_params(self, params: list, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Add the parameters of a module; when the model is complete, merge the groups."""
-        super().add_params(params, module, prefix, **kwargs)
-        if not prefix:
+        super().add_params(params, module, *args, **kwargs)
+        if not kwargs.get("prefix"):
             if self.optimizer_cfg["type"] is Muon:
                 _choose_matrices(params, module)
             defaults = {"lr": self.base_lr, "weight_decay": self.base_wd}
@@ -111,12 +111,9 @@ class MergedLayerDecayConstructor(
 def _choose_matrices(groups: Iterable[dict[str, Any]], model: nn.Module) -> None:
     """Mark what Muon updates: the matrices in the blocks, each by itself.
 
-    timm would choose by shape, and so take the head and the patch embedding too. Its Muon
-    multiplies the orthogonal update of an (m, n) matrix by 0.2 √max(m, n) (``match_rms_adamw``,
-    arXiv:2502.16982), so the learning rate and the weight decay of AdamW can be kept.
-
-    Source:
-        Which parameters: https://kellerjordan.github.io/posts/muon.
+    timm would choose by shape, and so take the head and the patch embedding too
+    (https://kellerjordan.github.io/posts/muon). By its factor 0.2 √max(m, n) of an update
+    (arXiv:2502.16982), the rate and the weight decay of AdamW can be kept.
     """
     matrices = {
         parameter
@@ -140,10 +137,7 @@ def _merge(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def keep_settings(runner: Any, saved: Iterable[dict[str, Any]]) -> None:
-    """Put the settings of a run's optimiser into saved groups, except what its schedules set.
-
-    PyTorch would take over those of the checkpoint.
-    """
+    """Put the settings of a run's optimiser into saved groups, which PyTorch would take over."""
     optimizer = runner.optim_wrapper.optimizer
     scheduled = {"lr", *(each.param_name for each in runner.param_schedulers or ())}
     for group, before in zip(optimizer.param_groups, saved, strict=False):
@@ -152,10 +146,9 @@ def keep_settings(runner: Any, saved: Iterable[dict[str, Any]]) -> None:
 
 
 def follow_config(runner: Any, rates: Iterable[float]) -> None:
-    """Bring the rate of a resumed run to where its config has it now.
+    """Bring the rate of a resumed run from where its checkpoint has it to where its config has it.
 
-    A checkpoint has the rates and schedules of the config before. ``rates`` are those of the groups
-    in the config, before any schedule.
+    ``rates`` are those of the groups in the config, before any schedule.
     """
     schedules = runner.param_schedulers or []
     if any(isinstance(each, ReduceOnPlateauParamScheduler) for each in schedules):
@@ -210,7 +203,8 @@ class ForeachMovingAverage(ExponentialMovingAverage):
             return
         if self._listed is not self.avg_parameters:
             self._listed = self.avg_parameters
-            self._averages, self._weights = [*self._listed.values()], [*model.parameters()]
+            self._averages = [*self._listed.values()]
+            self._weights: list[Tensor] = [*model.parameters()]
             self._copies = [*zip(self.module.buffers(), model.buffers(), strict=True)]
         average = get_ema_multi_avg_fn(1 - self.momentum)
         average(self._averages, self._weights, steps)
@@ -221,10 +215,7 @@ class ForeachMovingAverage(ExponentialMovingAverage):
 
 @HOOKS.register_module()
 class AccumulationEMAHook(EMAHook):
-    """mmengine's ``EMAHook``, but it averages once for each optimiser step.
-
-    The stock hook averages after every iteration. With gradient accumulation its average would
-    forget ``accumulative_counts`` times as fast as the recipe says.
+    """mmengine's ``EMAHook``, but it averages once for each optimiser step, not each iteration.
 
     With ``validated=False``, validation and export take the model itself, and checkpoints have the
     average as ``ema_state_dict``.

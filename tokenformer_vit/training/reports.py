@@ -46,15 +46,12 @@ class ResultsHook(Hook):
 
     priority = "LOWEST"
 
-    def __init__(self, export: bool = True) -> None:
-        self.not_exported = None if export else "the config says export=False"
-
     @master_only
     def before_train(self, runner) -> None:
         """Start the clock, note the commit before it can change, and try the export."""
         self._start, self._first = time.monotonic(), runner.iter
         self._environment = environment()
-        self.not_exported = self.not_exported or self.prepare_export(runner)
+        self.not_exported = self.prepare_export(runner)
         if self.not_exported:
             runner.logger.warning(f"This run exports no model: {self.not_exported}")
 
@@ -132,11 +129,8 @@ class ResultsHook(Hook):
 
 
 def _peak_mib(logged: int) -> int | None:
-    """Return the peak memory of tensors on the GPU, or of this process on the CPU, if known.
-
-    mmengine's logger starts a new peak at each of its lines, so the largest of these counts too.
-    """
-    if torch.cuda.is_available():
+    """Return the peak memory of tensors on the GPU, or of this process on the CPU, if known."""
+    if torch.cuda.is_available():  # mmengine's logger starts a new peak at each of its lines
         return max(logged, round(torch.cuda.max_memory_allocated() / 2**20))
     try:
         import resource
@@ -147,10 +141,7 @@ def _peak_mib(logged: int) -> int | None:
 
 
 def read_scalars(logs: Iterable[Path]) -> tuple[dict[int, dict], dict[int, dict]]:
-    """Merge the scalar logs of a run and its resumptions, oldest first; later lines count.
-
-    Returns training records by iteration, and validation records by epoch or by iteration.
-    """
+    """Merge scalar logs, oldest first, into records of training and of validation by step."""
     train: dict[int, dict] = {}
     val: dict[int, dict] = {}
     for log in logs:

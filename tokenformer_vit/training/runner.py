@@ -81,10 +81,8 @@ class Termination:
         return bool(noted)
 
     def patient(self, start: Callable[[int], None] | None) -> Callable[[int], None]:
-        """Return a ``worker_init_fn``, which calls the given one, of workers that survive signals.
-
-        The signals of a job also reach the workers, and PyTorch stops a run as soon as one ends.
-        """
+        """Return a ``worker_init_fn`` that calls the given one; its workers survive signals."""
+        # These also reach the workers, and PyTorch stops a run as soon as one ends.
         return partial(_start_worker, start, self._running)
 
 

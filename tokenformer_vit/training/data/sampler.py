@@ -1,7 +1,6 @@
 """The order of the samples, and the random numbers of each: both resume anywhere.
 
-The sampler numbers the samples of a run by their place, 0, 1, 2 and so on over all epochs and
-processes. The random numbers of a sample depend on its place and the seed alone.
+The random numbers depend on a seed and the place of the sample among all of a run alone.
 """
 
 import random
@@ -63,10 +62,8 @@ class ResumableSampler(DefaultSampler):
                 return
 
     def _one_epoch(self, epoch: int, start: int) -> Iterator[Any]:
-        """Iterate over this process's samples of an epoch, from the one with number ``start`` on.
-
-        The order is mmengine's, in a fifth of the memory: a corpus has many rows.
-        """
+        """Iterate over this process's samples of an epoch, from number ``start`` on."""
+        # In mmengine's order, in a fifth of the memory: a corpus has many rows.
         samples = len(self.dataset)
         own = np.arange(self.rank, self.total_size, self.world_size)[start:]
         if self._spread:
@@ -87,9 +84,8 @@ class ResumableSampler(DefaultSampler):
 class Seeded(Dataset):
     """A data set whose samples are drawn with random numbers of their own, by any pipeline.
 
-    The global generators are seeded for each sample, and for each batch of a data set that fetches
-    batches by ``__getitems__``. All other attributes are those of the data set inside. The seed is
-    the same on all processes.
+    The global generators are seeded for each sample, or for each batch if the data set inside
+    fetches batches. All other attributes are those of that data set.
     """
 
     def __init__(self, dataset: Any, seed: int = 0) -> None:
@@ -123,12 +119,9 @@ class Seeded(Dataset):
 
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:
-    """Seed all global generators, which transforms draw from, and restore them afterwards.
-
-    The states of a worker are not kept: nothing else draws there, and NumPy's takes 70 µs.
-    """
+    """Seed all global generators, which transforms draw from, and restore them afterwards."""
     states: Any = None
-    if get_worker_info() is None:
+    if get_worker_info() is None:  # in a worker nothing else draws, and NumPy's takes 70 µs
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     words = np.random.SeedSequence(key).generate_state(4)
     random.seed(int(words[0]))

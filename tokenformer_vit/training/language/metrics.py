@@ -17,8 +17,7 @@ from ..metrics import SumMetric, endings, sum_dtype
 class Perplexity(SumMetric):
     """exp(mean cross-entropy per token), over all rows and over the rows of each text.
 
-    Every token of a text except the first counts once. It is predicted from the tokens before it in
-    its row. The perplexity of a smaller size of a nested model has the size in its name:
+    A token is predicted from the tokens before it in its row. A smaller size of a nested model has
     ``perplexity_at_0.25``.
     """
 
@@ -53,9 +52,8 @@ class Perplexity(SumMetric):
 class AnswerAccuracy(SumMetric):
     """Percentage of answers in which every token is the most likely one.
 
-    An answer is the tokens after a ``start`` token, up to and with an ``end`` token. Each token is
-    predicted from the true tokens before it: an answer is right exactly if greedy generation gives
-    it. Answers that a row cuts off do not count.
+    An answer is the tokens after a ``start`` token, up to and with an ``end`` token in its row. It
+    is right exactly if greedy generation gives it.
     """
 
     def __init__(self, start: int, end: int, **kwargs: Any) -> None:

@@ -69,12 +69,10 @@ class CausalLM(NestedTraining, BaseModel):
     def forward(  # type: ignore[override]
         self, inputs: Tensor, source: Tensor | None = None, mode: str = "tensor"
     ) -> dict[str, Tensor] | list[dict[str, Tensor]] | Tensor:
-        """Read the first N of (B, N + 1) tokens, and predict the last N.
+        """Read the first N of (B, N + 1) tokens, and predict the last N, (B, N, V).
 
-        ``source``, (B,), numbers the text of each row. Mode ``loss`` gives a dict
-        with the mean cross-entropy, ``tensor`` the (B, N, V) logits, and ``predict`` a dict for
-        each row: ``losses`` (N,) float32; ``right`` (N,), whether the most likely token is the true
-        one; ``targets`` (N,); ``source``; perhaps ``losses_at_0.25``.
+        ``source``, (B,), numbers the text of each row. Mode ``predict`` gives a dict for each row:
+        ``losses`` (N,), ``right`` (N,), ``targets`` (N,), ``source``, perhaps ``losses_at_0.25``.
         """
         if mode == "loss":
             if not self.sandwich:

@@ -21,9 +21,7 @@ from tokenformer_vit.models.checkpoints import load_model
 class TimmClassificationBackbone(BaseModule):
     """A TokenFormer or timm ViT with pooling, for mmpretrain's ``LinearClsHead``.
 
-    mmpretrain's own ``TIMMBackbone`` gives the head tokens without pooling, and its
-    ``TimmClassifier`` renames parameters, so averaged weights cannot be saved. This backbone gives
-    a tuple of the pooled features, (B, C); with a distillation token, of the two tokens.
+    It gives a tuple of the pooled features, (B, C); with a distillation token, of the two tokens.
 
     Args:
         model_name: A timm model whose classifier is a linear ``head``; other arguments are its own.

@@ -1,8 +1,4 @@
-"""Knowledge distillation: a classifier that also learns what a trained teacher predicts.
-
-timm's ``DistillationTeacher`` compares the normalisations of teacher and student in each step, and
-so waits for the GPU; here both become one scale and one shift when the teacher is loaded.
-"""
+"""Knowledge distillation: a classifier that also learns what a trained teacher predicts."""
 
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +21,9 @@ from ..data.mixing import LabelHead
 class Teacher:
     """A trained timm classifier that only predicts; ``classes`` are the names of its classes.
 
-    It is not a module: checkpoints, averaged weights, exports and optimisers do not have it.
+    It is not a module: checkpoints, averaged weights, exports and optimisers do not have it. timm's
+    ``DistillationTeacher`` compares its normalisation with the student's in each step, and so waits
+    for the GPU.
     """
 
     def __init__(self, name: str, checkpoint_path: str, student: Any) -> None:
@@ -41,9 +39,8 @@ class Teacher:
                 f"the teacher has {model.num_classes} classes, but model.head.num_classes is "
                 f"{student.head.num_classes}: give a teacher of the same classes"
             )
-        names = model.pretrained_cfg.get("label_names")
-        named = isinstance(names, list | tuple) and len(names) == model.num_classes
-        self.classes = [str(each) for each in names] if named else None
+        names = model.pretrained_cfg.get("label_names") or ()
+        self.classes = list(names) if len(names) == model.num_classes else None
         own, theirs = student.data_preprocessor, resolve_input_data_config(model)
         self._size = tuple(theirs["input_size"][1:])
         # The student's values are (v - mean) / std for v from 0 to 255, and timm's have v / 255.

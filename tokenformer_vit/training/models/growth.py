@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, open_gates
-from tokenformer_vit.growth.resize import MOMENTS
 from tokenformer_vit.models.sizes import at_size
 
 from ..distributed import unwrap
@@ -54,8 +53,6 @@ class GrowthHook(Hook):
         train_head: bool = True,
         **how: Any,
     ) -> None:
-        if how.get("moments", "keep") not in MOMENTS:
-            raise InputError(f"moments of GrowthHook must be {' or '.join(MOMENTS)}")
         self.schedule = [dict(event) for event in schedule]
         self.done = 0  # growths so far
         self.how = {"new_lr_scale": 1.0, **how} if new_warmup_iters else how
@@ -97,8 +94,8 @@ class GrowthHook(Hook):
             grown = {"iteration": runner.iter, "parameters": _count(runner.model), **event}
             history = runner.message_hub.runtime_info.get("growth") or []
             runner.message_hub.update_info("growth", [*history, grown])
-            when = f"before iteration {runner.iter + 1} (epoch {runner.epoch + 1})"
-            runner.logger.info(f"The model grew {when}: {grown}")
+            when = f"iteration {runner.iter + 1} (epoch {runner.epoch + 1})"
+            runner.logger.info(f"The model grew before {when}: {grown}")
         if not self.done:
             return
         since = runner.iter - self._start(runner, self.schedule[self.done - 1])
@@ -206,7 +203,9 @@ class CostHook(Hook):
     def __init__(self) -> None:
         self._known: dict[tuple[int, float | None], int] = {}  # FLOPs of an example
 
-    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
+    def after_train_iter(
+        self, runner, batch_idx: int, data_batch: Any = None, outputs=None
+    ) -> None:
         """Add the cost of this iteration."""
         spent, model = runner.message_hub.runtime_info.get("flops") or 0, unwrap(runner.model)
         parameters = _count(model)
