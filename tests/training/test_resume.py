@@ -267,7 +267,7 @@ def test_a_run_is_extended_at_another_rate_and_says_so(train, tmp_path):
     train(rest, "--resume", str(run / "iter_4.pth"), *longer)
     output = train(run, "--resume", *longer)
     assert lines_of(output) == [
-        ("optim_wrapper.optimizer.lr", "0.001", "0.0005"),
+        ("optim_wrapper.optimizer.lr", "0.000125", "6.25e-05"),  # as scaled
         ("train_cfg.max_epochs", "3", "5"),
     ]
     # The rates of a run that had this config from its start.

@@ -190,8 +190,7 @@ class GuardHook(Hook):
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Refuse weights of another model."""
         check_weights(unwrap(runner.model), checkpoint)
-        data = (checkpoint.get("meta") or {}).get("dataset_meta") or {}
-        self._classes = data.get("classes")
+        self._classes = ((checkpoint.get("meta") or {}).get("dataset_meta") or {}).get("classes")
 
     def before_val(self, runner) -> None:
         """Stop rather than validate a model that diverged; it could be saved as the best."""

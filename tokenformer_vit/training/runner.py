@@ -95,10 +95,7 @@ def _start_worker(start: Callable[[int], None] | None, running: Tensor, worker_i
 
 
 class TrainingRunner(Runner):
-    """mmengine's runner: exact resume, files that run no code, and a short output.
-
-    Config, environment and hooks are printed to the log file only.
-    """
+    """mmengine's runner: exact resume, files that run no code, and little on the terminal."""
 
     begin: Callable[[], None] | None = None  # called once all checks of a training have passed
 
@@ -191,10 +188,7 @@ def scale_rates(cfg: Config) -> None:
 
 
 def run_training(cfg: Config, begin: Callable[[], None] | None = None) -> Runner:
-    """Build what a config names, train, and return the runner.
-
-    ``begin`` is called once all checks of the training have passed.
-    """
+    """Train what a config names; ``begin`` is called once all checks of the training passed."""
     scale_rates(cfg)
     runner: Any = TrainingRunner.from_cfg(cfg)
     runner.begin = begin

@@ -81,7 +81,9 @@ class GrowthHook(Hook):
     def check_growths(self, model: nn.Module) -> None:
         """Try all growths on a copy: a wrong size or name ends the run now."""
         trial = deepcopy(model)
-        for event in self.schedule[self.done :]:
+        for number, event in enumerate(self.schedule[self.done :], self.done):
+            if number and self._open_iters:
+                open_gates(trial, 1.0)  # as they are by then
             self.grow_model(trial, _sizes(event), 0, None)
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:

@@ -64,11 +64,7 @@ class NestedTraining:
         loss: Callable[[Any], Tensor],
         logits: Callable[[Any], Tensor],
     ) -> dict[str, Tensor]:
-        """Compute the mean of the losses at the sizes of a step.
-
-        ``loss`` and ``logits`` turn the result of ``forward`` into the loss by the labels and into
-        (..., K) logits.
-        """
+        """Return the mean loss of a step's sizes, by ``loss`` and ``logits`` of a ``forward``."""
         losses, teacher = [], None
         for size in self.drawn_sizes():
             with at_size(self.sized, size):
