@@ -37,7 +37,30 @@ from .arguments import Parser, device, whole_number
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    args = _parse(argv)
+    parser, number = Parser(prog="tokenformer-vit benchmark", description=__doc__), whole_number(1)
+    add = parser.add_argument
+    add("--model", default="tokenformer_base_matched", metavar="NAME", help="default: %(default)s")
+    add("--baseline", default="vit_base_patch16_224", metavar="NAME", help=f"also {MATCHED}")
+    add("--img-size", type=number, default=224, metavar="S", help="default: %(default)s")
+    add("--lm", choices=LM_PRESETS, metavar="PRESET", help=f"one of {', '.join(LM_PRESETS)}")
+    add("--num-tokens", type=whole_number(2), metavar="N", help="default: the context length")
+    add("--positions", choices=["learned", "rotary"], default="learned", help="of the Transformer")
+    add("--backends", nargs="+", choices=BACKENDS, default=[*BACKENDS], help="default: both")
+    add("--modes", nargs="+", metavar="MODE", help="default: all modes")
+    add("--precisions", nargs="+", choices=PRECISIONS, default=[*PRECISIONS], help="default: all")
+    add("--batch-sizes", nargs="+", type=number, metavar="B", help="default: 4 to 128, by device")
+    add("--rounds", type=number, default=11, metavar="N", help="default: %(default)s")
+    add("--depth", type=number, metavar="N", help="blocks; default: the depth of each model")
+    add("--device", type=device, default="auto", help="default: cuda if it is there, else cpu")
+    add("--out", type=Path, metavar="FILE", help="default: work_dirs/speed_MODEL_DEVICE.json")
+    add("--eager", action="store_true", help="compile nothing: no C++ compiler, no ratios")
+    add(
+        "--draw", type=Path, metavar="RECORD", help="only draw the chart of a record, by matplotlib"
+    )
+    add("--profile", action="store_true", help="print the kernels of the first group")
+    args = parser.parse_args(argv)
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and not args.eager:
+        parser.error("TORCHDYNAMO_DISABLE=1 disables torch.compile; unset it, or give --eager")
     if args.draw:
         reports.draw(read_json(args.draw), args.draw.with_suffix(".png"))
         print(f"Done. Chart: {args.draw.with_suffix('.png')}")
@@ -65,34 +88,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_record(out, record)
         print(f"{reports.table(entry, subject.unit)}\n", flush=True)
     print(f"Done. Record: {out}. For a chart: tokenformer-vit benchmark --draw {out}")
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser, number = Parser(prog="tokenformer-vit benchmark", description=__doc__), whole_number(1)
-    add = parser.add_argument
-    add("--model", default="tokenformer_base_matched", metavar="NAME", help="default: %(default)s")
-    add("--baseline", default="vit_base_patch16_224", metavar="NAME", help=f"also {MATCHED}")
-    add("--img-size", type=number, default=224, metavar="S", help="default: %(default)s")
-    add("--lm", choices=LM_PRESETS, metavar="PRESET", help=f"one of {', '.join(LM_PRESETS)}")
-    add("--num-tokens", type=whole_number(2), metavar="N", help="default: the context length")
-    add("--positions", choices=["learned", "rotary"], default="learned", help="of the Transformer")
-    add("--backends", nargs="+", choices=BACKENDS, default=[*BACKENDS], help="default: both")
-    add("--modes", nargs="+", metavar="MODE", help="default: all modes")
-    add("--precisions", nargs="+", choices=PRECISIONS, default=[*PRECISIONS], help="default: all")
-    add("--batch-sizes", nargs="+", type=number, metavar="B", help="default: 4 to 128, by device")
-    add("--rounds", type=number, default=11, metavar="N", help="default: %(default)s")
-    add("--depth", type=number, metavar="N", help="blocks; default: the depth of each model")
-    add("--device", type=device, default="auto", help="default: cuda if it is there, else cpu")
-    add("--out", type=Path, metavar="FILE", help="default: work_dirs/speed_MODEL_DEVICE.json")
-    add("--eager", action="store_true", help="compile nothing: no C++ compiler, no ratios")
-    add(
-        "--draw", type=Path, metavar="RECORD", help="only draw the chart of a record, by matplotlib"
-    )
-    add("--profile", action="store_true", help="print the kernels of the first group")
-    args = parser.parse_args(argv)
-    if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and not args.eager:
-        parser.error("TORCHDYNAMO_DISABLE=1 disables torch.compile; unset it, or give --eager")
-    return args
 
 
 def _variants(mode: str, args: argparse.Namespace) -> list[Variant]:

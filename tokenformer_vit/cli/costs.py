@@ -29,24 +29,6 @@ from .arguments import MODEL_KWARGS, Parser, whole_number
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    args = _parse(argv)
-    names, models = _language(args.lm) if args.lm else _vision(args)
-    costs = [model_costs(model, args.tokens) for model in models]
-    costs = [{**each, "total": total(each)} for each in costs]
-    if args.json:
-        records = [{"model": name, **each} for name, each in zip(names, costs, strict=True)]
-        print(json.dumps(records, default=asdict))
-        return
-    item = "sequence" if args.lm else "image"
-    print(f"Parameters, and training GFLOPs per {item}: {names[0]} (left) and {names[1]} (right)")
-    print(f"{'part':24}", f"{'parameters':>16}{'GFLOPs':>14}" * 2, sep="")
-    for part, label in {**PARTS, "total": "total"}.items():
-        pair = [each[part] for each in costs]
-        cells = [f"{cost.parameters:16,}{cost.training_flops / 1e9:14,.3f}" for cost in pair]
-        print(f"{label:24}", *cells, sep="")
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="tokenformer-vit costs", description=__doc__)
     add, name = parser.add_argument, "timm model name, or local-dir:FOLDER"
     add("--model", metavar="NAME", help=f"{name}; default: tokenformer_base")
@@ -61,7 +43,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--lm cannot be combined with --model or --against")
     if args.against_kwargs and not args.against:
         parser.error("--against-kwargs needs --against NAME")
-    return args
+    names, models = _language(args.lm) if args.lm else _vision(args)
+    costs = [model_costs(model, args.tokens) for model in models]
+    costs = [{**each, "total": total(each)} for each in costs]
+    if args.json:
+        records = [{"model": name, **each} for name, each in zip(names, costs, strict=True)]
+        print(json.dumps(records, default=asdict))
+        return
+    item = "sequence" if args.lm else "image"
+    print(f"Parameters, and training GFLOPs per {item}: {names[0]} (left) and {names[1]} (right)")
+    print(f"{'part':24}", f"{'parameters':>16}{'GFLOPs':>14}" * 2, sep="")
+    for part, label in {**PARTS, "total": "total"}.items():
+        pair = [each[part] for each in costs]
+        cells = [f"{cost.parameters:16,}{cost.training_flops / 1e9:14,.3f}" for cost in pair]
+        print(f"{label:24}", *cells, sep="")
 
 
 def _vision(args: argparse.Namespace) -> tuple[list[str], list[Any]]:

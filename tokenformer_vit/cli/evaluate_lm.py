@@ -28,7 +28,25 @@ _COLUMNS = ("tokens", "loss", "perplexity", "bits_per_byte", "word_perplexity")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    args = _parse(argv)
+    parser = Parser(prog="tokenformer-vit evaluate-lm", description=__doc__)
+    add, positive = parser.add_argument, whole_number(1)
+    add("model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors")
+    add("--tokenizer", type=Path, metavar="PATH", help="folder or file; default: MODEL")
+    add("--mask", metavar="NAME", help="use only the pairs of this mask")
+    add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="UTF-8 text files")
+    add("--data", type=Path, metavar="FOLDER", help="folder of tokens that prepare-text made")
+    add("--split", default="val", help="split of --data; default: %(default)s")
+    add("--context", type=positive, metavar="N", help="tokens read at once; default: the model's")
+    add("--stride", type=positive, metavar="N", help="from window to window; default: the context")
+    add("--batch-size", type=positive, default=8, metavar="B", help="default: %(default)s")
+    add("--amp", action="store_true", help="bfloat16 by autocast; losses stay float32")
+    add("--device", type=device, default="auto", help="default: cuda if it is there, else cpu")
+    add("--out", type=Path, metavar="FILE", help="default: evaluation.json in MODEL")
+    args = parser.parse_args(argv)
+    if not (args.text or args.data):
+        parser.error("there is nothing to evaluate: give --text or --data")
+    if missing := [file for file in args.text if not file.is_file()]:
+        parser.error(f"there is no file {missing[0]}; give existing files with --text")
     model = language.load_language_model(args.model, args.mask).float().to(args.device)
     most = getattr(model.config, "max_position_embeddings", None)
     context = args.context or most or 1024
@@ -64,26 +82,3 @@ def _texts(args: argparse.Namespace, vocab_size: int) -> Iterator[tuple[str, Any
             language.check_tokens_agree(args.model, args.data)
         counts = read_text_meta(args.data)["splits"][args.split]
         yield f"{args.data} {args.split}", tokens, (counts["bytes"],)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="tokenformer-vit evaluate-lm", description=__doc__)
-    add, positive = parser.add_argument, whole_number(1)
-    add("model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors")
-    add("--tokenizer", type=Path, metavar="PATH", help="folder or file; default: MODEL")
-    add("--mask", metavar="NAME", help="use only the pairs of this mask")
-    add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="UTF-8 text files")
-    add("--data", type=Path, metavar="FOLDER", help="folder of tokens that prepare-text made")
-    add("--split", default="val", help="split of --data; default: %(default)s")
-    add("--context", type=positive, metavar="N", help="tokens read at once; default: the model's")
-    add("--stride", type=positive, metavar="N", help="from window to window; default: the context")
-    add("--batch-size", type=positive, default=8, metavar="B", help="default: %(default)s")
-    add("--amp", action="store_true", help="bfloat16 by autocast; losses stay float32")
-    add("--device", type=device, default="auto", help="default: cuda if it is there, else cpu")
-    add("--out", type=Path, metavar="FILE", help="default: evaluation.json in MODEL")
-    args = parser.parse_args(argv)
-    if not (args.text or args.data):
-        parser.error("there is nothing to evaluate: give --text or --data")
-    if missing := [file for file in args.text if not file.is_file()]:
-        parser.error(f"there is no file {missing[0]}; give existing files with --text")
-    return args

@@ -26,17 +26,36 @@ from .arguments import Parser, whole_number
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    args = _parse(argv)
+    parser = Parser(prog="tokenformer-vit prepare-text", description=__doc__)
+    add, positive = parser.add_argument, whole_number(1)
+    add("sources", type=Path, nargs="*", metavar="SOURCE", help="file, or folder of files")
+    add("target", type=Path, metavar="OUT", help="new folder")
+    add("--documents", choices=["file", "paragraph", "line"], default="file", help="of text files")
+    add("--column", default="text", metavar="NAME", help="column of the text; default: text")
+    add("--hub", metavar="NAME", help="data set of the Hugging Face hub")
+    add("--hub-config", metavar="NAME", help="configuration of the data set")
+    add("--hub-revision", metavar="NAME", help="branch, tag or commit")
+    add("--split", default="train", help="split of --hub; default: train")
+    add("--reversal", type=positive, metavar="LINES", help="draw lines of digits")
+    add("--tokenizer", default="bytes", help="bytes (default), bpe:SIZE, path, or name on the hub")
+    add("--context-length", type=positive, metavar="N", help="rows of N + 1 tokens; default: 1024")
+    add("--val-share", type=float, default=0.005, metavar="X", help="held out; default: 0.005")
+    add("--val", type=Path, nargs="+", default=[], metavar="FILE", help="hold out these instead")
+    add("--limit-tokens", type=positive, metavar="N", help="stop at N training tokens")
+    add("--workers", type=positive, default=1, metavar="N", help="processes; default: 1")
+    args = parser.parse_intermixed_args(argv)
+    if bool(args.sources) + bool(args.hub) + bool(args.reversal) != 1:
+        parser.error("give SOURCE... OUT, --hub NAME OUT, or --reversal LINES OUT; put --val last")
+    if args.reversal and (args.tokenizer != "bytes" or args.context_length not in (None, 34)):
+        parser.error("--reversal needs --tokenizer bytes and --context-length 34, a line")
     texts, val_texts = _texts(args)
-    how: dict[str, Any] = {"limit_tokens": args.limit_tokens, "workers": args.workers}
-    sources = list(map(str, args.sources)) or [args.hub or "reversal"]
-    how["about"] = {"tokenizer": args.tokenizer, "sources": sources}
-    share = 0.0 if val_texts else args.val_share
     tokenizer = _tokenizer(args, texts)
     length = args.context_length or (34 if args.reversal else 1024)
-    meta = data.prepare_text(
-        texts, args.target, tokenizer, length, share, val_texts=val_texts, **how
-    )
+    how: dict[str, Any] = {"limit_tokens": args.limit_tokens, "workers": args.workers}
+    sources = list(map(str, args.sources)) or [args.hub or "reversal"]
+    how |= {"about": {"tokenizer": args.tokenizer, "sources": sources}, "val_texts": val_texts}
+    how["val_share"] = 0.0 if val_texts else args.val_share
+    meta = data.prepare_text(texts, args.target, tokenizer, length, **how)
     for split, counts in meta["splits"].items():
         print(f"{split}: {', '.join(f'{count:,} {name}' for name, count in counts.items())}")
     print(f"Done. In {args.target}: a vocabulary of {meta['vocab_size']:,} ({args.tokenizer})")
@@ -68,31 +87,3 @@ def _tokenizer(args: argparse.Namespace, texts: Sequence[Any]) -> Any:
         some = data.training_texts(texts, args.val_share, min(2**30, args.limit_tokens or 2**30))
         return language.train_tokenizer(some, int(args.tokenizer.removeprefix("bpe:")))
     return language.load_tokenizer(args.tokenizer)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="tokenformer-vit prepare-text", description=__doc__)
-    add, positive = parser.add_argument, whole_number(1)
-    add("sources", type=Path, nargs="*", metavar="SOURCE", help="file, or folder of files")
-    add("target", type=Path, metavar="OUT", help="new folder")
-    add("--documents", choices=["file", "paragraph", "line"], default="file", help="of text files")
-    add("--column", default="text", metavar="NAME", help="column of the text; default: text")
-    add("--hub", metavar="NAME", help="data set of the Hugging Face hub")
-    add("--hub-config", metavar="NAME", help="configuration of the data set")
-    add("--hub-revision", metavar="NAME", help="branch, tag or commit")
-    add("--split", default="train", help="split of --hub; default: train")
-    add("--reversal", type=positive, metavar="LINES", help="draw lines of digits")
-    add("--tokenizer", default="bytes", help="bytes (default), bpe:SIZE, path, or name on the hub")
-    add(
-        "--context-length", type=positive, metavar="N", help="rows have N + 1 tokens; default: 1024"
-    )
-    add("--val-share", type=float, default=0.005, metavar="X", help="held out; default: 0.005")
-    add("--val", type=Path, nargs="+", default=[], metavar="FILE", help="hold out these instead")
-    add("--limit-tokens", type=positive, metavar="N", help="stop at N training tokens")
-    add("--workers", type=positive, default=1, metavar="N", help="processes; default: 1")
-    args = parser.parse_intermixed_args(argv)
-    if bool(args.sources) + bool(args.hub) + bool(args.reversal) != 1:
-        parser.error("give SOURCE... OUT, --hub NAME OUT, or --reversal LINES OUT; put --val last")
-    if args.reversal and (args.tokenizer != "bytes" or args.context_length not in (None, 34)):
-        parser.error("--reversal needs --tokenizer bytes and --context-length 34, a line")
-    return args
