@@ -16,7 +16,7 @@ BUDGETS = {"quarter": 1 / 4, "half": 1 / 2, "all": 1}  # of the epochs
 def pairs_of_models() -> Iterator[Variant]:
     """Yield the ViT and the TokenFormer of each size and budget."""
     for size, blocks in SIZES.items():
-        deep = resized(lambda sizes, share=blocks: {"depth": max(1, round(share * sizes.depth))})
+        deep = resized(lambda sizes, share=blocks: sizes.depth(share))
         for budget, epochs in BUDGETS.items():
             about = f"{blocks:g} × the blocks, {epochs:g} × the epochs"
             whole = () if budget == "all" else ("all",)

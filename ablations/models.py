@@ -1,7 +1,4 @@
-"""The models of ablations: sizes of a base's TokenFormer, and what variants change in its config.
-
-A change edits a config, a dict, in place. Its second argument has the sizes of the base.
-"""
+"""The models of ablations: sizes of a base's TokenFormer, and changes of its config."""
 
 import copy
 import inspect
@@ -23,20 +20,25 @@ from tokenformer_vit.models import TokenFormerViT
 Config = dict[str, Any]
 PAIRS = tuple(COUNTS.values())  # names of the numbers of pairs
 ROTATION = ("rotary_share", "rotary_base")
-# Labels of Transformers, by their positions.
-TRANSFORMERS = {"learned": "Transformer (GPT-2)", "rotary": "Transformer (GPT-NeoX, rotary)"}
+TRANSFORMERS = (  # start of other names, name, positions and label
+    ("", "transformer", "learned", "Transformer (GPT-2)"),
+    ("rotary_", "rotary", "rotary", "Transformer (GPT-NeoX, rotary)"),
+)
 
 
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of the TokenFormer of a base config."""
 
-    embed_dim: int
-    depth: int
-    num_heads: int
+    blocks: Mapping[str, int]  # embed_dim, depth and num_heads
     counts: Mapping[str, int]  # pairs of each kind of layer, by name of the argument
     outside: Mapping[str, Any]  # sizes outside the blocks, such as patch_size or vocab_size
     parameters: int
+
+    @property
+    def embed_dim(self) -> int:
+        """Width."""
+        return self.blocks["embed_dim"]
 
     @property
     def pairs_of_block(self) -> int:
@@ -44,19 +46,24 @@ class Sizes:
         qkv, proj, ffn = self.counts.values()
         return 3 * qkv + proj + ffn
 
-    def pairs(self, share: float) -> dict[str, int]:
+    def pairs(self, share: float = 1) -> dict[str, int]:
         """Return a share of all pairs, at least one per layer."""
         return {name: max(1, round(share * count)) for name, count in self.counts.items()}
 
-    def hidden(self, share: float, pairs: float = 1) -> dict[str, int]:
+    def hidden(self, share: float = 1, pairs: float = 1) -> dict[str, int]:
         """Return a share of the neurons of the Transformer that has the weights of some pairs."""
         number = round(pairs * self.pairs_of_block)
         remedy = "give --variants without the matched Transformers"
         whole = matched_hidden(self.embed_dim, number, remedy)
         return {"hidden_features": max(1, round(share * whole))}
 
+    def depth(self, share: float) -> dict[str, int]:
+        """Return a share of the blocks."""
+        return {"depth": max(1, round(share * self.blocks["depth"]))}
 
-Change = Callable[[Config, Sizes], None]
+
+Change = Callable[[Config, Sizes], None]  # edits a config; the sizes are the base's
+Size = Callable[[Sizes], Mapping[str, int]]  # returns numbers of pairs, blocks or hidden neurons
 
 
 def is_language(cfg: Config) -> bool:
@@ -114,8 +121,8 @@ def sizes_of(cfg: Config) -> Sizes:
         patches = inner.patch_embed
         outside = {"img_size": patches.img_size[0], "patch_size": patches.patch_size[0]}
     width = inner.config.embed_dim if language else inner.embed_dim
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Sizes(width, len(blocks), blocks[0].attn.num_heads, counts, outside, parameters)
+    shape = {"embed_dim": width, "depth": len(blocks), "num_heads": blocks[0].attn.num_heads}
+    return Sizes(shape, counts, outside, sum(each.numel() for each in model.parameters()))
 
 
 def flops(cfg: Config) -> int:
@@ -131,15 +138,6 @@ def timm_part(backbone: Config) -> Config:
     return backbone["module"] if backbone["type"] == "LoRABackbone" else backbone
 
 
-def own_part(cfg: Config) -> Config:
-    """Return the part of a config with the arguments of the model."""
-    return cfg["model"]["config"] if is_language(cfg) else cfg["model"]["backbone"]
-
-
-def base_model(cfg: Config, sizes: Sizes) -> None:
-    """Leave the model as it is: the config's, or that of the variant that training goes on from."""
-
-
 def several(*changes: Change) -> Change:
     """Apply changes one after the other."""
 
@@ -150,17 +148,18 @@ def several(*changes: Change) -> Change:
     return change
 
 
+base_model = several()  # the config's, or that of the variant that training goes on from
+
+
 def arguments(**new: Any) -> Change:
-    """Set arguments of the model."""
-    return lambda cfg, sizes: own_part(cfg).update(copy.deepcopy(new))
-
-
-def pattention_args(**new: Any) -> Change:
-    """Set arguments of every Pattention layer; other arguments in the config stay."""
+    """Set arguments of the model; those in a dict are set within it."""
 
     def change(cfg: Config, sizes: Sizes) -> None:
-        own = own_part(cfg)
-        own["pattention_args"] = {**(own.get("pattention_args") or {}), **new}
+        own = cfg["model"]["config" if is_language(cfg) else "backbone"]
+        for name, value in new.items():
+            own[name] = {**(own.get(name) or {}), **value} if isinstance(value, dict) else value
+        if "hidden_features" in new and not is_language(cfg):
+            own["mlp_ratio"] = mlp_ratio(own.pop("hidden_features"), own["embed_dim"])
 
     return change
 
@@ -180,17 +179,9 @@ def hook(type: str, **settings: Any) -> Change:
     return lambda cfg, sizes: cfg.setdefault("custom_hooks", []).append({"type": type, **settings})
 
 
-def resized(sizes: Callable[[Sizes], Mapping[str, int]]) -> Change:
-    """Set numbers of pairs, blocks or hidden neurons that a function takes from the base's."""
-    return lambda cfg, base: set_sizes(cfg, sizes(base))
-
-
-def set_sizes(cfg: Config, new: Mapping[str, int]) -> None:
+def resized(size: Size) -> Change:
     """Set numbers of pairs, blocks or hidden neurons."""
-    own = own_part(cfg)
-    own.update(new)
-    if not is_language(cfg) and (hidden := own.pop("hidden_features", None)):
-        own["mlp_ratio"] = mlp_ratio(hidden, own["embed_dim"])
+    return lambda cfg, sizes: arguments(**size(sizes))(cfg, sizes)
 
 
 def share_of_pairs(share: float) -> Change:
@@ -198,26 +189,17 @@ def share_of_pairs(share: float) -> Change:
     return resized(lambda sizes: sizes.pairs(share))
 
 
-def pairs_by_width(attention: float, ffn: float) -> Change:
-    """Set the pairs of each of q, k, v and o, and of feed-forward, as multiples of the width."""
-    multiples = dict(zip(PAIRS, (attention, attention, ffn), strict=True))
-    return resized(lambda sizes: {k: round(v * sizes.embed_dim) for k, v in multiples.items()})
+def pairs_by_width(attention: float, ffn: float | None = None) -> Change:
+    """Set the pairs of each of q, k, v and o, and of feed-forward, as multiples of the width.
 
-
-def attention_share(pairs_per_channel: float) -> Change:
-    """Give q, k, v and o a number of pairs per channel, and the others to feed-forward.
-
-    Every split has as many parameters and FLOPs as the config's model.
+    Without ``ffn``, feed-forward has what is left, for as many parameters and FLOPs as the base.
     """
 
     def pairs(sizes: Sizes) -> dict[str, int]:
-        each = round(pairs_per_channel * sizes.embed_dim)
-        left = sizes.pairs_of_block - 4 * each
+        each = round(attention * sizes.embed_dim)
+        left = sizes.pairs_of_block - 4 * each if ffn is None else round(ffn * sizes.embed_dim)
         if left < 1:
-            raise InputError(
-                f"{each} pairs for each of q, k, v and o leave none of {sizes.pairs_of_block} for "
-                "feed-forward; leave this variant out of --variants"
-            )
+            raise InputError(f"{attention:g} C each are all pairs: leave this out of --variants")
         return dict(zip(PAIRS, (each, each, left), strict=True))
 
     return resized(pairs)
@@ -225,8 +207,6 @@ def attention_share(pairs_per_channel: float) -> Change:
 
 def matched_vit(cfg: Config, sizes: Sizes) -> None:
     """Use timm's ViT of the TokenFormer's width and depth with as many weights."""
-    remedy = "give --variants without vit"
-    hidden = matched_hidden(sizes.embed_dim, sizes.pairs_of_block, remedy)
     ours, timms = (
         inspect.signature(model).parameters.keys() for model in (TokenFormerViT, VisionTransformer)
     )
@@ -236,20 +216,16 @@ def matched_vit(cfg: Config, sizes: Sizes) -> None:
         **{key: value for key, value in backbone.items() if key not in ours - timms},
         "model_name": "deit_base_distilled_patch16_224" if distilled else "vit_base_patch16_224",
         **sizes.outside,
-        "embed_dim": sizes.embed_dim,
-        "depth": sizes.depth,
-        "num_heads": sizes.num_heads,
-        "mlp_ratio": mlp_ratio(hidden, sizes.embed_dim),
+        **sizes.blocks,
     }
+    resized(Sizes.hidden)(cfg, sizes)
 
 
-def transformer(positions: str, hidden: Callable[[Sizes], Mapping[str, int]]) -> Change:
+def transformer(positions: str, hidden: Size = Sizes.hidden) -> Change:
     """Use a Transformer of the TokenFormer's width and depth for language.
 
-    Args:
-        positions: ``learned`` for the form of GPT-2; ``rotary`` for that of GPT-NeoX, which rotates
-            as many dimensions as the TokenFormer.
-        hidden: Returns ``hidden_features`` for the sizes of the base.
+    ``learned`` positions have the form of GPT-2, and ``rotary`` that of GPT-NeoX, which rotates as
+    many dimensions as the TokenFormer.
     """
 
     def change(cfg: Config, sizes: Sizes) -> None:
@@ -258,15 +234,8 @@ def transformer(positions: str, hidden: Callable[[Sizes], Mapping[str, int]]) ->
         cfg["model"]["config"] = {
             **{key: v for key, v in sizes.outside.items() if rotary or key not in ROTATION},
             **({"positions": positions} if rotary else {}),
-            "embed_dim": sizes.embed_dim,
-            "depth": sizes.depth,
-            "num_heads": sizes.num_heads,
+            **sizes.blocks,
             **hidden(sizes),
         }
 
     return change
-
-
-def matched_transformer(positions: str, share: float = 1, pairs: float = 1) -> Change:
-    """Use the Transformer whose hidden size :meth:`Sizes.hidden` gives."""
-    return transformer(positions, lambda sizes: sizes.hidden(share, pairs))

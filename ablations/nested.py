@@ -1,14 +1,10 @@
 """One training for every size? Nested pairs, against models trained alone, pruned and grown.
 
-The first quarter, half and three quarters of the pairs of every layer are smaller models. *Nested*
-trains all sizes in one model: by the *sandwich* rule (the largest, the smallest and a random size
-in every step, arXiv:1903.05134), with or without *distillation*; with *one random size* a step; or
-in *parts* of a batch. Each size of S pairs has τ = √S; *τ kept* has √P of all pairs.
-
-*Grown* is the quarter, grown to half, three quarters and all pairs, each time with a training of
-full length. With the old pairs *frozen*, the last model contains the others. *Pruned* and *top-k*
-take the model with all pairs, without more training. *Reordered* sorts its pairs by usage and
-trains it by the sandwich rule for an eighth of the epochs. The ViT of each size is narrower.
+*Nested* trains the first pairs of every layer as smaller models of one model: by the *sandwich*
+rule (the largest, the smallest and a random size in every step, arXiv:1903.05134). A size of S
+pairs has τ = √S, or √P if *kept*. *Grown* and *frozen* are the quarter, grown step by step, each
+time with a whole training, and with the old pairs frozen. *Pruned* and *top-k* take the model with
+all pairs, and *reordered* trains it by the sandwich rule for an eighth of the epochs.
 """
 
 from collections.abc import Iterator
@@ -16,16 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from models import (
-    Change,
-    Config,
-    Sizes,
-    hook,
-    lasting,
-    matched_vit,
-    several,
-    share_of_pairs,
-)
+from models import Change, Config, Sizes, hook, lasting, matched_vit, several, share_of_pairs
 from sweep import Question, Variant, main
 
 from tokenformer_vit.layers.arguments import COUNTS
@@ -74,18 +61,20 @@ def narrow_vit(share: float) -> Change:
     """Use a narrower ViT, with as many weights in its blocks as a share of the pairs has."""
 
     def change(cfg: Config, sizes: Sizes) -> None:
-        heads = sizes.num_heads
+        heads = sizes.blocks["num_heads"]
         width = heads * round(share**0.5 * sizes.embed_dim / heads)
         pairs = round(share * sizes.pairs_of_block * sizes.embed_dim / width)
         # The ViT depends only on the sum of the pairs.
         counts = dict.fromkeys(sizes.counts, 0) | {COUNTS["ffn"]: pairs}
-        matched_vit(cfg, replace(sizes, embed_dim=width, counts=counts))
+        narrow = {**sizes.blocks, "embed_dim": width}
+        matched_vit(cfg, replace(sizes, blocks=narrow, counts=counts))
         cfg["model"]["head"]["in_channels"] = width
 
     return change
 
 
 WHOLE = "alone_100"
+SHORT = several(nested(), lasting(1 / 8), short_warmup)
 TRAINED = {
     "sandwich": ("nested, sandwich", nested()),
     "distill": ("nested, sandwich, distillation", None),
@@ -97,14 +86,7 @@ VARIANTS = (
     *(Variant(f"alone_{100 * s:g}", f"alone, {s:g}", share_of_pairs(s)) for s in SMALLER),
     Variant(WHOLE, "alone, all pairs", hook("CompressionHook", keep=SMALLER)),
     *(Variant(key, label, change, compare=(WHOLE,)) for key, (label, change) in TRAINED.items()),
-    Variant(
-        "reordered",
-        "reordered",
-        several(nested(), lasting(1 / 8), short_warmup),
-        start=WHOLE,
-        start_folder="nested",
-        compare=(WHOLE,),
-    ),
+    Variant("reordered", "reordered", SHORT, start=WHOLE, start_folder="nested", compare=(WHOLE,)),
     *grown("frozen", nested=True, freeze="old", train_head=False),
     *grown("grown"),
     *(Variant(f"vit_{100 * s:g}", f"ViT, {s:g}", narrow_vit(s)) for s in SIZES),

@@ -4,16 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from models import (
-    PAIRS,
-    Change,
-    Config,
-    Sizes,
-    arguments,
-    base_model,
-    matched_vit,
-    several,
-)
+from models import PAIRS, Change, Config, Sizes, arguments, base_model, matched_vit, several
 from sweep import Question, Variant, main
 
 from tokenformer_vit.errors import InputError
@@ -21,32 +12,26 @@ from tokenformer_vit.training.config import read_config
 
 MAE = """Does pre-training by masked images (MAE) help a TokenFormer, with all labels and a tenth?
 
-An encoder sees a quarter of the patches (arXiv:2111.06377), of all images, for five times the
-epochs of the config. It is fine-tuned with layer decay. The same model from scratch has as many
-epochs as both together. With a tenth of the labels, fine-tuning has five times the epochs, too."""
+Pre-training (arXiv:2111.06377) has five times the epochs of the config, and so has fine-tuning with
+a tenth of the labels. The same model from scratch has as many epochs as both together."""
 TUNING = """What to train of a model that was trained on other data? Appended pairs, LoRA, the rest?
 
-A TokenFormer and a ViT with as many parameters, trained on CIFAR-10 in the same way, are tuned to
-other images: the head alone; the head and appended pairs, with zero keys, or LoRA on every linear
-layer of the ViT, with as many parameters; and the whole model. All seeds share these two models:
+A TokenFormer and its matched ViT, trained on CIFAR-10, are tuned to other images. LoRA on every
+linear layer of the ViT has as many parameters as appended pairs. All seeds share these two models:
 `python ablations/growth.py growth --config configs/cifar10_micro.py --variants large vit`."""
 
 TIMES = 5  # epochs of pre-training, and of fine-tuning with few labels, in those of the config
-SHARES = {"all": 1.0, "tenth": 0.1}  # of the labels
-RANKS = {"small": 4, "large": 16}
-LINEAR = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
 
 
 def pretrain(cfg: Config, sizes: Sizes) -> None:
     """Train the encoder as the shipped config does, with the norm before the pooling."""
     recipe = read_config("mae_cifar10_micro_pretrain").to_dict()
-    length, root = cfg["train_cfg"]["max_epochs"], cfg["val_dataloader"]["dataset"]["data_root"]
-    backbone, rate = cfg["model"]["backbone"], cfg["optim_wrapper"]["optimizer"]["lr"]
-    cfg |= {key: recipe[key] for key in recipe.keys() - {"train_dataloader"}}
-    cfg["model"]["backbone"] = {**backbone, "checkpoint_path": "", "global_pool": "token"}
-    cfg["optim_wrapper"]["optimizer"]["lr"] = rate
-    cfg["val_dataloader"]["dataset"]["data_root"] = root
-    cfg["train_cfg"]["max_epochs"] = TIMES * length
+    backbone = {**cfg["model"]["backbone"], "checkpoint_path": "", "global_pool": "token"}
+    recipe["model"]["backbone"] = backbone
+    recipe["optim_wrapper"]["optimizer"]["lr"] = cfg["optim_wrapper"]["optimizer"]["lr"]
+    recipe["val_dataloader"]["dataset"]["data_root"] = cfg["val_dataloader"]["dataset"]["data_root"]
+    recipe["train_cfg"]["max_epochs"] = TIMES * cfg["train_cfg"]["max_epochs"]
+    cfg |= {**recipe, "train_dataloader": cfg["train_dataloader"]}
 
 
 def classify(share: float, scratch: bool) -> Change:
@@ -54,8 +39,8 @@ def classify(share: float, scratch: bool) -> Change:
 
     def change(cfg: Config, sizes: Sizes) -> None:
         length = cfg["train_cfg"]["max_epochs"]
-        epochs = length if share == 1 else TIMES * length
-        cfg["train_cfg"]["max_epochs"] = epochs + TIMES * length if scratch else epochs
+        times = 1 if share == 1 else TIMES
+        cfg["train_cfg"]["max_epochs"] = length * (times + TIMES if scratch else times)
         cfg["train_dataloader"]["dataset"]["share"] = share
         if scratch:
             cfg["model"]["backbone"]["checkpoint_path"] = ""
@@ -69,23 +54,16 @@ def classify(share: float, scratch: bool) -> Change:
 def with_mae() -> Iterator[Variant]:
     """Yield both models, pre-trained and from scratch."""
     for kind, label, model in (("ours", "TokenFormer", base_model), ("vit", "ViT", matched_vit)):
-        mae, theirs = f"{kind}_mae", kind == "vit"
+        mae = f"{kind}_mae"
         yield Variant(mae, f"{label}, MAE", several(model, pretrain), prepares=True)
-        for labels, share in SHARES.items():
+        for labels, share in (("all", 1.0), ("tenth", 0.1)):
             scratch, text = f"{kind}_scratch_{labels}", f"{share:.0%} of the labels"
-            yield Variant(
-                scratch,
-                f"{label}, from scratch, {text}",
-                several(model, classify(share, scratch=True)),
-                compare=() if theirs else (f"vit_scratch_{labels}",),
-            )
-            yield Variant(
-                f"{mae}_{labels}",
-                f"{label}, MAE, {text}",
-                classify(share, scratch=False),
-                start=mae,
-                compare=(scratch,) if theirs else (scratch, f"vit_mae_{labels}"),
-            )
+            vit = () if kind == "vit" else (f"vit_scratch_{labels}",)
+            change = several(model, classify(share, scratch=True))
+            yield Variant(scratch, f"{label}, from scratch, {text}", change, compare=vit)
+            vit = () if kind == "vit" else (f"vit_mae_{labels}",)
+            name, change = f"{mae}_{labels}", classify(share, scratch=False)
+            yield Variant(name, f"{label}, MAE, {text}", change, start=mae, compare=(scratch, *vit))
 
 
 def appended(rank: int) -> Change:
@@ -96,7 +74,7 @@ def appended(rank: int) -> Change:
     """
 
     def change(cfg: Config, sizes: Sizes) -> None:
-        width, hidden = sizes.embed_dim, sizes.hidden(1)["hidden_features"]
+        width, hidden = sizes.embed_dim, sizes.hidden()["hidden_features"]
         new = round(rank * (8 * width + 2 * hidden) / (2 * width))
         share, total = new / sizes.pairs_of_block, sizes.pairs_of_block + new
         qkv, proj = (sizes.counts[key] + round(share * sizes.counts[key]) for key in PAIRS[:2])
@@ -112,8 +90,7 @@ def trained(cfg: Config) -> Config:
     backbone = cfg["model"]["backbone"]
     if not Path(path := backbone.get("checkpoint_path") or "no file").is_file():
         raise InputError(
-            f"there are no weights to tune ({path}): `python ablations/growth.py growth --config "
-            "configs/cifar10_micro.py --variants large vit` makes them, or set "
+            f"there are no weights to tune ({path}): a command in --help makes them, or set "
             "--cfg-options model.backbone.checkpoint_path=..."
         )
     return backbone
@@ -141,7 +118,7 @@ def lora(rank: int) -> Change:
 
     def change(cfg: Config, sizes: Sizes) -> None:
         vit(cfg, sizes)
-        targets = [{"type": name} for name in LINEAR]
+        targets = [{"type": name} for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
         own = {"module": cfg["model"]["backbone"], "alpha": rank, "rank": rank, "targets": targets}
         cfg["model"]["backbone"] = {"type": "LoRABackbone", **own}
 
@@ -154,33 +131,23 @@ def whole(cfg: Config, sizes: Sizes) -> None:
 
 
 SCRATCH = several(tuned(checkpoint_path=""), whole)
-QUESTIONS = (
-    Question(
-        "mae",
-        "Masked autoencoders",
-        MAE,
-        tuple(with_mae()),
-        same_size=False,  # a decoder has parameters, too
-        from_scratch=False,
-    ),
-    Question(
-        "tuning",
-        "Tuning",
-        TUNING,
-        (
-            Variant("probe", "head alone", tuned(frozen=True)),
-            Variant("tokens_small", "appended pairs, few", appended(RANKS["small"])),
-            Variant("tokens_large", "appended pairs, more", appended(RANKS["large"])),
-            Variant("full", "the whole model", several(tuned(), whole)),
-            Variant("scratch", "the whole model, from scratch", SCRATCH),
-            Variant("vit_probe", "ViT, head alone", several(vit, arguments(frozen=True))),
-            Variant("lora_small", "ViT, LoRA, few", lora(RANKS["small"])),
-            Variant("lora_large", "ViT, LoRA, more", lora(RANKS["large"])),
-            Variant("vit_full", "ViT, the whole model", several(vit, whole)),
-        ),
-        same_size=False,
-        from_scratch=False,
-    ),
+TUNED = (
+    Variant("probe", "head alone", tuned(frozen=True)),
+    Variant("tokens_small", "appended pairs, few", appended(4)),
+    Variant("tokens_large", "appended pairs, more", appended(16)),
+    Variant("full", "the whole model", several(tuned(), whole)),
+    Variant("scratch", "the whole model, from scratch", SCRATCH),
+    Variant("vit_probe", "ViT, head alone", several(vit, arguments(frozen=True))),
+    Variant("lora_small", "ViT, LoRA, few", lora(4)),
+    Variant("lora_large", "ViT, LoRA, more", lora(16)),
+    Variant("vit_full", "ViT, the whole model", several(vit, whole)),
+)
+QUESTIONS = tuple(
+    Question(*about, same_size=False, from_scratch=False)  # decoders have parameters, too
+    for about in (
+        ("mae", "Masked autoencoders", MAE, tuple(with_mae())),
+        ("tuning", "Tuning", TUNING, TUNED),
+    )
 )
 
 if __name__ == "__main__":
