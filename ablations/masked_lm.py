@@ -27,15 +27,10 @@ from tokenformer_vit.training.language.model import CausalLM
 class MaskedLM(CausalLM):
     """A language model with a mask of pairs for each text.
 
-    Args:
-        masks: ``new``, the name of a mask with the pairs for the training text: those that
-            ``growth`` appends, or else all. Only these are active and change in training.
-            Validation reads a text with the mask that has the name of its folder, or else with the
-            newest mask. Without ``masks``, this is a ``CausalLM``.
-        frozen_stem: Whether to freeze embeddings, positions, final norm and head.
-        checkpoint: Folder of a trained model to start from, perhaps with masks.
-        growth: As in ``CausalLM``.
-        **kwargs: Other arguments of ``CausalLM``.
+    ``masks`` has ``new``, the name of a mask with the pairs for the training text: those that
+    ``growth`` appends, or else all. Only these are active and change in training. Validation reads
+    a text with the mask that has the name of its folder, or else with the newest mask.
+    ``frozen_stem`` freezes embeddings, positions, final norm and head.
     """
 
     sources: tuple[str, ...] = ()  # names of the validation texts, by number

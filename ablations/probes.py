@@ -112,11 +112,9 @@ class ProbeBackbone(TimmClassificationBackbone):
 class LoRABackbone(LoRAModel):
     """mmpretrain's ``LoRAModel`` (arXiv:2106.09685) with checkpoints of the whole model.
 
-    ``LoRAModel`` removes everything but LoRA's weights from a state dict. That includes the step
-    count of an averaged model, so a resumed run would start a new average. Here nothing is removed.
-    The model that is exported at the end is an ordinary one: the low-rank products are added to the
-    weights. Arguments are ``module``, the config of a ``TimmClassificationBackbone``, and those of
-    ``LoRAModel``.
+    ``LoRAModel`` removes everything but LoRA's weights from a state dict, also the step count of an
+    averaged model, so a resumed run would start a new average. Here nothing is removed. The export
+    is an ordinary model: the low-rank products are added to the weights.
     """
 
     @property
@@ -170,9 +168,7 @@ class DiagnosticsHook(Hook):
     (:func:`diagnose`), and appends a line of JSON. The training does not change, to the last bit:
     the random generators are restored. A model without Pattention gets no file.
 
-    Args:
-        times: Number of measurements, evenly spaced; another one is before the training.
-        examples: Number of images or rows of tokens, or all if there are fewer.
+    There are ``times`` measurements, evenly spaced, and one before the training.
     """
 
     def __init__(self, times: int = 20, examples: int = 64) -> None:
@@ -223,22 +219,14 @@ def measured_layers(model: nn.Module) -> dict[str, Pattention]:
 
 
 def diagnose(model: nn.Module, batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Measure every Pattention layer of a model on some examples.
+    """Measure the Pattention layers of a classifier or language model on some examples.
 
-    Args:
-        model: mmpretrain's ``ImageClassifier``, or a ``CausalLM``. A copy is measured, in float32,
-            in evaluation mode, without compiled code, and with all pairs of a nested model.
-        batches: Images and labels, or rows of tokens, from a data loader; they count as one batch.
-
-    Returns:
-        ``loss``, the mean cross-entropy of the images or tokens, and ``layers``, for each layer by
-        its name: ``key_grad_norm`` and ``value_grad_norm``, the L2 norms of the gradients of
-        ``loss`` by the parameter tokens (Appendix A of the paper derives the first for a softmax);
-        ``key_norm`` and ``value_norm``, those of the tokens themselves; ``tau``; and two means over
-        the input tokens. ``entropy`` is that of the absolute weights, normalised to sum 1, over
-        ln P: 1 if all pairs weigh the same, 0 if one pair has it all. ``kurtosis`` is the excess
-        kurtosis of the P scores: 0 for normal scores, more for heavier tails. Tokens with equal
-        scores, or zero weights, do not count. Numbers that are not finite are None.
+    A copy is measured, in float32, in evaluation mode, without compiled code, and with all pairs.
+    For each layer there are L2 norms of the parameter tokens and of their gradients by ``loss``,
+    the mean cross-entropy; τ; and two means over the input tokens. ``entropy`` is that of the
+    absolute weights, normalised to sum 1, over ln P: 1 if all pairs weigh the same, 0 if one has it
+    all. ``kurtosis`` is the excess kurtosis of the P scores. Tokens with equal scores, or zero
+    weights, do not count. Numbers that are not finite are None.
     """
     copied: Any = copy.deepcopy(model).float().eval().requires_grad_(False)
     layers = measured_layers(copied)
@@ -305,14 +293,9 @@ def _plain(number: float) -> float | None:
 class CompressionHook(Hook):
     """After training, measure the model with fewer pairs, and write it as a nested model.
 
-    ``record.json`` gets ``compression``: the method (``prune`` or ``top-k``), the share of the
-    pairs, the FLOPs of a forward pass and top-1 of each point. The folder ``nested`` in the work
-    directory gets the same model with its pairs in the order of their usage, and nested at the
-    shares. Nothing is trained. Usage is measured on training images, in a run of one process.
-
-    Args:
-        keep: Shares of each layer's pairs, between 0 and 1.
-        images: Number of training images.
+    ``record.json`` gets ``compression``: method, share of the pairs, FLOPs of a forward pass and
+    top-1 of each point. The folder ``nested`` in the work directory gets the model with its pairs
+    in the order of their usage on training images, and nested at the shares ``keep``.
     """
 
     priority = "VERY_LOW"  # before ResultsHook
