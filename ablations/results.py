@@ -6,7 +6,8 @@
 Columns of ``results.csv`` that are not what they seem: ``also`` names other questions and variants
 that the run answers; ``start`` is the variant from which it goes on; ``selected_on`` is empty where
 no rate was chosen, else what seed 0 chose it on: "test", or "held-out", and then seed 0 is measured
-there; ``seconds`` is empty for a run that was interrupted; perplexities are of held-out text.
+there; ``seconds`` is empty for a run that was interrupted; perplexities are of held-out text;
+``config`` is a digest of the config, without which a run is never taken for finished.
 """
 
 import csv
@@ -25,7 +26,8 @@ RESULTS, CURVES = FOLDER / "results.csv", FOLDER / "curves.parquet"
 SWEEP = ["question", "base", "options"]  # the runs of one table; options: --cfg-options
 RUN = [*SWEEP, "variant", "lr", "seed"]  # the name of a run
 _ABOUT = ["commit", "torch", "date", "hardware", "dtype"]
-_TEXTS = [*SWEEP, "variant", "also", "start", "text", "selected_on", "cpu", *_ABOUT]
+_TEXTS = [*SWEEP, "variant", "also", "start", "text", "selected_on", "cpu", "config"]
+_TEXTS += _ABOUT
 
 
 def read(path: Path | io.StringIO = RESULTS) -> pd.DataFrame:

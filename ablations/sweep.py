@@ -13,7 +13,6 @@ import argparse
 import copy
 import hashlib
 import json
-import math
 import os
 import queue
 import re
@@ -123,15 +122,17 @@ class Run:
             return self.variant.start or ""
         return f"sha256:{hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
 
-    def result(self, metric: str) -> float:
-        """Return the result of the last validation; NaN if the run only prepares others."""
-        return dict(figures_of(self.record)).get(metric, math.nan)
+    @property
+    def text(self) -> str:
+        """Its config as a file."""
+        text = f"# Start: {self.begins_with or 'new weights'}\n"
+        for key, value in self.config.items():
+            text += f"{key} = {pformat(value, sort_dicts=False)}\n"
+        return text
 
     def write_config(self) -> None:
         """Write the config, or check that the one that is there is the same."""
-        path, pairs = self.folder / "config.py", self.config.items()
-        text = f"# Start: {self.begins_with or 'new weights'}\n"
-        text += "".join(f"{key} = {pformat(value, sort_dicts=False)}\n" for key, value in pairs)
+        path, text = self.folder / "config.py", self.text
         if not path.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
@@ -314,7 +315,8 @@ class Sweep:
         """Return the best of several rates, or the only one."""
         if len(rates) == 1:
             return rates[0]
-        found = {run.lr: run.result(self.question.metric) for run in runs if run.is_finished}
+        rows = {run.lr: self.row_of(run) for run in runs}
+        found = {lr: row[self.question.metric] for lr, row in rows.items() if row is not None}
         if not found or (self.args.print_commands and len(found) < len(runs)):
             return None  # others have not ended
         choose = max if self.question.higher_is_better else min
@@ -324,13 +326,19 @@ class Sweep:
         return best
 
     def train(self, runs: Sequence[Run]) -> None:
-        """Train the runs that are not finished, or print their commands; record the finished."""
+        """Train the runs that are not finished, or print their commands; record the finished.
+
+        A run with a row is finished, although its folder may be lost, if no other starts from it.
+        """
         for run in runs:
             run.write_config()
+        starts, left = {variant.start for variant in self.variants}, []
         for run in runs:
-            if run.is_finished:
+            row = self.row_of(run)
+            if run.is_finished and row is None:
                 self.record(run)
-        left = [run for run in runs if not run.is_finished]
+            elif not run.is_finished and (row is None or run.variant.name in starts):
+                left.append(run)
         if self.args.print_commands:
             for run in left:
                 print(shlex.join(["env", f"PYTHONPATH={ROOT}/ablations", "python", *command(run)]))
@@ -341,14 +349,15 @@ class Sweep:
             try:
                 for number, future in enumerate(as_completed(futures), 1):
                     run, problem = futures[future], future.result()
-                    if problem is None:
-                        self.record(run)
-                    else:
+                    if problem is not None:
                         self.failed.append(run.folder.name)
+                    elif self.row_of(run) is None:
+                        self.record(run)
                     done += run.length
                     minutes = (time.monotonic() - begun) / 60 * (total - done) / done
-                    text = problem or f"{self.question.metric} {run.result(self.question.metric)}"
-                    text = "finished" if problem is None and run.variant.prepares else text
+                    metric = self.question.metric
+                    result = dict(figures_of(run.record)).get(metric, "none")
+                    text = problem or f"{metric} {result}"
                     text = f"{run.folder.name}: {text}; {minutes:.0f} minutes left"
                     print(f"{number}/{len(left)} {text}", flush=True)
             except BaseException:
@@ -398,29 +407,52 @@ class Sweep:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
 
-    def record(self, run: Run) -> None:
-        """Add a finished run to the results, unless it is there."""
-        several = len(self.args.lr or ()) > 1 and not run.variant.prepares
-        commits = run.folder / "commits.txt"
-        text = commits.read_text() if commits.is_file() else run.record["commit"]
-        row = {
+    def name_of(self, run: Run) -> dict[str, Any]:
+        """Return the columns that name a run in the results."""
+        return {
             "question": self.question.name,
             "base": self.args.config.stem,
             "options": " ".join(f"{k}={v}" for k, v in (self.args.cfg_options or {}).items()),
             "variant": run.variant.name,
             "lr": run.lr,
             "seed": run.seed,
+        }
+
+    def row_of(self, run: Run) -> Any:
+        """Return the row of a run in the results, or None; refuse that of another config."""
+        if not self.args.results.exists():
+            return None
+        rows, name = results.read(self.args.results), self.name_of(run)
+        rows = rows[(rows[results.RUN] == pd.Series(name)[results.RUN]).all(axis=1)]
+        if rows.empty:
+            return None
+        if rows.iloc[0]["config"] != digest(run.text):
+            raise InputError(
+                f"{self.args.results} has {run.folder.name} of another config: remove the rows of "
+                "that sweep, or give --results another file"
+            )
+        return rows.iloc[0]
+
+    def record(self, run: Run) -> None:
+        """Add a finished run to the results."""
+        several = len(self.args.lr or ()) > 1 and not run.variant.prepares
+        commits = run.folder / "commits.txt"
+        text = commits.read_text() if commits.is_file() else run.record["commit"]
+        row = {
+            **self.name_of(run),
+            "config": digest(run.text),
             "selected_on": "held-out" if several else "",
             "commit": "+".join(dict.fromkeys(text.split())),
             **count(self.configs[run.variant.name]),
             **facts_of(run),
         }
         path = self.args.results
-        if path.exists():
-            known = results.read(path)
-            if (known[results.RUN] == pd.Series(row)[results.RUN]).all(axis=1).any():
-                return
         results.append(row, curves_of(run), path, path.with_name(results.CURVES.name))
+
+
+def digest(text: str) -> str:
+    """Return a short digest."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def command(run: Run) -> list[str]:

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,17 @@ def test_seed_0_finds_the_best_rate_on_held_out_images(run):
     assert same.equals(rows)
     Path("work", "results.csv").unlink()
     assert len(run(*words)[1]) == 10
+
+
+def test_a_row_stands_for_a_lost_folder_of_the_same_config(run, capsys):
+    words = ("--variants", "gelu_l2")
+    run(*words)
+    shutil.rmtree("work/gelu_l2_seed0")
+    assert not run(*words)[0]
+    shutil.rmtree("work/gelu_l2_seed0")
+    with pytest.raises(SystemExit, match="2"):
+        run(*words, "--batch-size", "9")
+    assert "has gelu_l2_seed0 of another config: remove" in capsys.readouterr().err
 
 
 @pytest.mark.slow
