@@ -84,10 +84,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("data", metavar="DATA", help="data with a train and a val split, as for training")
     what = "default: prune (nested for a nested model) and top-k"
     add("--method", nargs="+", choices=compression.METHODS, help=what)
-    what = "of the pairs to keep or read; default: the sizes of a nested model, or 0.75 0.5 0.25"
-    add("--keep", nargs="+", type=float, metavar="SHARE", help=f"shares {what}")
-    kinds: Any = {"choices": compression.KINDS, "default": compression.KINDS}
-    add("--kinds", nargs="+", **kinds, help="kinds of layers; default: all")
+    what = "shares of the pairs; default: the sizes of a nested model, or 0.75 0.5 0.25"
+    add("--keep", nargs="+", type=float, metavar="SHARE", help=what)
+    kinds = compression.KINDS
+    add("--kinds", nargs="+", choices=kinds, default=kinds, help="of layers; default: all")
     add("--measure-on", metavar="FOLDER", help="training images; default: those of DATA")
     add("--measure-images", type=whole_number(1), default=1000, metavar="N", help="default: 1000")
     add("--seed", type=whole_number(0), default=0, help="seed of the images; default: 0")

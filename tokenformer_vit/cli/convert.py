@@ -45,15 +45,12 @@ def main(argv: list[str]) -> None:
     add = parser.add_argument
     add("source", metavar="IN", help="timm name, checkpoint or folder")
     add("target", type=Path, metavar="OUT", help="folder, or released file")
-    what = "images on which a ViT is compared; default: noise"
-    add("--images", type=Path, nargs="+", metavar="IMAGE", help=what)
+    add("--images", type=Path, nargs="+", metavar="IMAGE", help="to compare a ViT; default: noise")
     add("--to-released", action="store_true", help="from a folder to a file")
     add("--tokenizer", type=Path, metavar="PATH", help="folder or file that is saved in OUT")
-    what = "attention heads, needed if the model has no published size"
-    add("--num-heads", type=whole_number(1), metavar="H", help=what)
+    add("--num-heads", type=whole_number(1), metavar="H", help="if it has no published size")
     add("--context-length", type=whole_number(1), metavar="N", help="default: 2048")
-    what = "of Pattention (default: 0, as in the released code; use 1e-6 to train further)"
-    add("--eps", type=float, help=what)
+    add("--eps", type=float, help="default: 0, as in the released code; 1e-6 to train further")
     args = parser.parse_args(argv)
     if args.target.exists():
         raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
@@ -69,13 +66,15 @@ def main(argv: list[str]) -> None:
 
 
 def _kind(args: argparse.Namespace) -> str:
-    config = args.path / checkpoints.CONFIG
-    if args.path.is_file():
-        pickled = args.path.suffix != ".safetensors"
-        content = checkpoints.read_checkpoint(args.path, "meta") if pickled else {}
-        about = checkpoints.description_of(args.path, content)
-    elif args.path.is_dir():
-        about = read_json(config) if config.is_file() else {}
+    path, about = args.path, {}
+    if path.is_file():
+        tensors_alone = path.suffix == ".safetensors"
+        content = {} if tensors_alone else checkpoints.read_checkpoint(path, "meta")
+        about = checkpoints.description_of(path, content)
+    elif (path / checkpoints.CONFIG).is_file():
+        about = read_json(path / checkpoints.CONFIG)
+    elif path.is_dir():
+        return "released model"
     elif args.source.startswith("hf-hub:") or timm.is_model(args.source):
         return "ViT"
     else:

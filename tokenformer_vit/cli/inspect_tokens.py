@@ -36,15 +36,11 @@ def main(argv: list[str]) -> None:
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="exported folder, file, or model")
     add("images", type=Path, nargs="+", metavar="IMAGE", help="image file, or folder of images")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder for the two files")
-    layer = "such as blocks.3.mlp or blocks.0.attn.query; default: mlp of the middle block"
-    add("--layer", metavar="NAME", help=layer)
+    add("--layer", metavar="NAME", help="such as blocks.0.attn.query; default: mlp in the middle")
     what = f"draw the N images (at most {MOST}) with the largest weights of each pair, not maps"
     add("--exemplars", type=whole_number(1), default=0, metavar="N", help=what)
-    which = (
-        "numbers of the pairs; default: the pairs with the largest weights or, with --exemplars, "
-        "the most selective among the pairs that add most to the output"
-    )
-    add("--tokens", type=_numbers, default=(), metavar="5,17", help=which)
+    what = "numbers of the pairs; default: the largest weights, or the most selective exemplars"
+    add("--tokens", type=_numbers, default=(), metavar="5,17", help=what)
     add("--top", type=whole_number(1), default=8, metavar="K", help="number of pairs; default: 8")
     args = parser.parse_args(argv)
     make_folder(args.out, "--out")
