@@ -1,16 +1,15 @@
 """Measure what a rewrite of the core must keep, and compare it with the record of 6f4cc28.
 
-``python tests/baseline.py PART [PART ...] [--record FILE]`` measures parts and prints them as JSON:
+``python tests/baseline.py PART [PART ...] [--record FILE]`` prints parts as JSON, or adds them to a
+file; baseline.json is that of 6f4cc28, with which errors and classes are compared. Times are only
+comparable within an hour: run two versions in turn, each with its checkout as PYTHONPATH. Parts:
 
 - errors: relative errors of each Θ, output and gradients, against float64;
 - classes: what ``tokenformer_cifar10_micro`` predicts for 1,000 test images of CIFAR-10;
 - speed: training and inference on a CPU, compiled, relative to a ViT of the same size;
 - decoding: time of a token of the language model ``tiny``, relative to a Transformer;
+- calls: Python functions of this package that a block calls;
 - training: ``cifar10_micro_50k`` with three seeds: top-1 and images a second (10 minutes or more).
-
-``--record`` adds them to a file; baseline.json is the one of 6f4cc28. Without it, errors and
-classes are compared with baseline.json. Times are only comparable with those of the same hour: run
-the two versions in turn, each with its checkout as PYTHONPATH.
 """
 
 import argparse
@@ -128,20 +127,16 @@ def compare(name: str, own: dict, vit: dict, batch: int, bfloat16: bool) -> dict
     def step(model: torch.nn.Module, train: bool) -> float:
         model.train(train)
         begin = time.perf_counter()
-        with (
-            torch.set_grad_enabled(train),
-            torch.autocast("cpu", torch.bfloat16, enabled=bfloat16),
-        ):
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=bfloat16)
+        with torch.set_grad_enabled(train), autocast:
             output = model(images)
         if train:
             output.float().square().mean().backward()
-            for parameter in model.parameters():
-                parameter.grad = None
+            model.zero_grad()
         return time.perf_counter() - begin
 
     result = {}
-    for mode in ("train", "inference"):
-        train = mode == "train"
+    for mode, train in (("train", True), ("inference", False)):
         ordered = ratios_in_turn(models, lambda m, t=train: min(step(m, t), step(m, t)), ROUNDS)
         result[mode] = statistics.median(ordered)
         result[f"{mode} p20"], result[f"{mode} p80"] = ordered[2], ordered[-3]
@@ -159,13 +154,8 @@ def measure_decoding() -> dict[str, float]:
     shape = {"vocab_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
     names = {"embed_dim": 128, "depth": 4, "num_heads": 4, "context_length": 256}
     ours = TokenFormerForCausalLM(TokenFormerConfig(vocab_size=512, **names)).eval()
-    neox = GPTNeoXConfig(
-        **shape,
-        hidden_size=128,
-        intermediate_size=1024,  # as many weights in a block
-        max_position_embeddings=256,
-        use_parallel_residual=False,
-    )
+    shape |= {"hidden_size": 128, "intermediate_size": 1024}  # as many weights in a block
+    neox = GPTNeoXConfig(**shape, max_position_embeddings=256, use_parallel_residual=False)
     models = [ours, GPTNeoXForCausalLM(neox).eval()]
     prompt = torch.randint(512, (1, 32))
     threads = torch.get_num_threads()

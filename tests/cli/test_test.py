@@ -179,7 +179,7 @@ def test_two_processes_count_every_image_once(run, tmp_path, command):
 
 
 def test_a_missing_checkpoint_and_that_of_another_model_are_named(run, tmp_path):
-    assert f"no checkpoint {tmp_path / 'x.pth'}" in failure(run, tmp_path / "x.pth", tmp_path)
+    assert str(tmp_path / "x.pth") in failure(run, tmp_path / "x.pth", tmp_path)
     message = failure(run, run.work_dir, tmp_path, "model.backbone.depth=3")
     assert "another model: backbone.model.blocks.2." in message
     assert not (tmp_path / "metrics.json").exists()
