@@ -353,6 +353,11 @@ def test_other_data_other_weights_and_no_state_are_refused(train, run, data_root
 
 def test_a_damaged_state_is_refused(train, run):
     content = last_checkpoint(run)
+    removed = content["ema_state_dict"].pop("module.head.fc.bias")
+    torch.save(content, run / "epoch_3.pth")
+    with pytest.raises(RuntimeError, match=r"module\.head\.fc\.bias"):
+        train(run, "--resume")
+    content["ema_state_dict"]["module.head.fc.bias"] = removed
     content["optimizer"]["state"][0]["exp_avg"] = torch.ones(1)
     torch.save(content, run / "epoch_3.pth")
     assert "checkpoint does not fit this run" in train.fails(run, "--resume")

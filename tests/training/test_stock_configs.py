@@ -15,6 +15,7 @@ from PIL import Image
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.mmpretrain_names import timm_state_dict
+from tokenformer_vit.training.checkpoint import load_plain_checkpoint
 from tokenformer_vit.training.config import CONFIGS, check_config, load_config
 from tokenformer_vit.training.runner import TrainingRunner
 
@@ -114,6 +115,9 @@ def test_mmengines_runner_trains_and_uses_the_backbone(stock, tmp_path):
     finished.train()
     top1 = finished.message_hub.get_scalar("val/accuracy/top1").current()
     cfg.load_from = f"{cfg.work_dir}/epoch_2.pth"
+    weights = load_plain_checkpoint(cfg.load_from)["state_dict"]
+    for name, tensor in finished.model.state_dict().items():
+        assert torch.equal(weights[name], tensor)
     cfg.experiment_name = f"{cfg.work_dir} again"  # or runs of one second would share a log
     assert Runner.from_cfg(cfg).test() == {"accuracy/top1": pytest.approx(top1)}
     inferencer = ImageClassificationInferencer(cfg, pretrained=cfg.load_from, device="cpu")

@@ -359,14 +359,33 @@ def state_fault(runner: Any, checkpoint: dict[str, Any], resumed: dict[str, Any]
     return None
 
 
+class _Skipped:
+    """Stands for the log in a checkpoint of mmengine, whose own class would call what it reads."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    __setstate__ = __init__
+
+
+# mmengine's own hook also saves its log and numbers of NumPy, which only a resumed run needs.
+_SKIPPED: list[Any] = [
+    (_Skipped, "builtins.getattr"),
+    (_Skipped, "mmengine.logging.history_buffer.HistoryBuffer"),
+    *((_Skipped, f"numpy.{name}") for name in ("dtype", "ndarray")),
+    *((_Skipped, f"numpy._core.multiarray.{name}") for name in ("_reconstruct", "scalar")),
+]
+
+
 def load_plain_checkpoint(filename: str) -> dict[str, Any]:
-    """Load a checkpoint of tensors and plain values, without running code.
+    """Load a checkpoint of tensors and plain values, or of mmengine, without running code.
 
     A checkpoint of timm gives ``state_dict`` with mmpretrain's names, ``meta`` with the class names
     of its export, and its description under ``DESCRIPTION``.
     """
     path = Path(filename).expanduser()
-    checkpoint: dict[str, Any] = read_checkpoint(path)
+    with torch.serialization.safe_globals(_SKIPPED):
+        checkpoint: dict[str, Any] = read_checkpoint(path)
     weights = checkpoint.get("state_dict", checkpoint)
     # A tensor of each of timm's ViTs. In a classifier of mmpretrain it is in `backbone.`.
     if path.suffix == ".safetensors" or (

@@ -43,6 +43,8 @@ def start_processes(cfg: Config) -> None:
         return
     gpus = torch.cuda.device_count()
     wrapper = {"type": "CompressingDataParallel", **(cfg.get("model_wrapper_cfg") or {})}
+    if cfg.get("find_unused_parameters"):  # mmengine reads it only without a wrapper
+        wrapper["find_unused_parameters"] = True
     cfg.model_wrapper_cfg = wrapper if gpus else {**wrapper, "device_ids": None}
     how = dict((cfg.get("env_cfg") or {}).get("dist_cfg") or {})
     rank, local, number = (os.environ[name] for name in _VARIABLES[cfg.launcher])

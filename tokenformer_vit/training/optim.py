@@ -222,7 +222,8 @@ class AccumulationEMAHook(EMAHook):
     """
 
     def __init__(self, validated: bool = True, **kwargs: Any) -> None:
-        super().__init__(**{"ema_type": "ForeachMovingAverage", **kwargs})
+        # Otherwise a resumed average keeps its first values where the checkpoint has none.
+        super().__init__(**{"ema_type": "ForeachMovingAverage", "strict_load": True, **kwargs})
         self.validated = validated
 
     def before_save_checkpoint(self, runner, checkpoint: dict) -> None:

@@ -146,10 +146,10 @@ class TrainingRunner(Runner):
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a file without running code; all tensors of the model must be there."""
         checkpoint = load_plain_checkpoint(filename)  # what needs the GPU is copied there
+        weights = checkpoint.get("state_dict", checkpoint).items()
+        checkpoint["state_dict"] = {name.removeprefix("module."): each for name, each in weights}
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
-        weights = checkpoint.get("state_dict", checkpoint)
-        weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
-        unwrap(self.model).load_state_dict(weights)
+        unwrap(self.model).load_state_dict(checkpoint["state_dict"])
         self.logger.info(f"Load checkpoint from {filename}")
         return checkpoint
 
