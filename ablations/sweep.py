@@ -200,33 +200,6 @@ def count(cfg: Config) -> dict[str, int]:
     return found if trained == found["parameters"] else {**found, "trainable": trained}
 
 
-def make_run(
-    variant: Variant, cfg: Config, lr: float, seed: int, folder: Path, start: Run | None, hold: bool
-) -> Run:
-    """Complete the config of a run; with ``hold``, it is validated on held-out examples."""
-    cfg, language = copy.deepcopy(cfg), is_language(cfg)
-    cfg["randomness"] = {**(cfg.get("randomness") or {}), "seed": seed}
-    cfg["optim_wrapper"]["optimizer"]["lr"] = lr
-    if start is not None:
-        weights = start.folder / variant.start_folder
-        if language:
-            cfg["model"] |= {"checkpoint": str(weights), "config": {}}  # the folder has the sizes
-        elif start.variant.prepares:  # an encoder without this head
-            cfg["model"]["backbone"]["checkpoint_path"] = str(weights / "model.safetensors")
-        else:
-            cfg["load_from"] = str(weights / "model.safetensors")
-    if not language and not timm_part(cfg["model"]["backbone"]).get("checkpoint_path"):
-        # Weights outside the blocks start alike in all variants.
-        cfg["model"]["backbone"] |= {"type": "ProbeBackbone", "stem_seed": seed}
-    if hold:
-        hold_out(cfg)
-    if {"type": "CostHook"} not in cfg.setdefault("custom_hooks", []):
-        cfg["custom_hooks"].append({"type": "CostHook"})
-    imports = cfg.get("custom_imports") or {"imports": []}
-    cfg["custom_imports"] = {**imports, "imports": [*imports["imports"], "probes", "net2net"]}
-    return Run(variant, lr, seed, cfg, folder, start)
-
-
 def hold_out(cfg: Config) -> None:
     """Train without some of the training examples, and validate on these."""
     train, val = cfg["train_dataloader"]["dataset"], cfg["val_dataloader"]["dataset"]
@@ -303,13 +276,31 @@ class Sweep:
         return best
 
     def planned(self, variant: Variant, lr: float, seed: int, start: Run | None, hold: bool) -> Run:
-        """Return a run of this sweep."""
+        """Return a run with its whole config; with ``hold``, it is validated on held-out data."""
         name = f"{variant.name}_seed{seed}" + (f"_lr{lr:g}" if lr != self.own_rate(variant) else "")
-        folder = Path(self.args.work_dir, name)
-        run = make_run(variant, self.configs[variant.name], lr, seed, folder, start, hold)
-        if self.question.diagnose:
-            run.config["custom_hooks"].append({"type": "DiagnosticsHook"})
-        return run
+        cfg = copy.deepcopy(self.configs[variant.name])
+        language = is_language(cfg)
+        cfg["randomness"] = {**(cfg.get("randomness") or {}), "seed": seed}
+        cfg["optim_wrapper"]["optimizer"]["lr"] = lr
+        if start is not None:
+            weights = start.folder / variant.start_folder
+            if language:
+                cfg["model"] |= {"checkpoint": str(weights), "config": {}}  # it has the sizes
+            elif start.variant.prepares:  # an encoder without this head
+                cfg["model"]["backbone"]["checkpoint_path"] = str(weights / "model.safetensors")
+            else:
+                cfg["load_from"] = str(weights / "model.safetensors")
+        if not language and not timm_part(cfg["model"]["backbone"]).get("checkpoint_path"):
+            # Weights outside the blocks start alike in all variants.
+            cfg["model"]["backbone"] |= {"type": "ProbeBackbone", "stem_seed": seed}
+        if hold:
+            hold_out(cfg)
+        hooks = [{"type": "CostHook"}, *[{"type": "DiagnosticsHook"}] * self.question.diagnose]
+        present = cfg.get("custom_hooks") or []
+        cfg["custom_hooks"] = [*present, *(hook for hook in hooks if hook not in present)]
+        imports = cfg.get("custom_imports") or {"imports": []}
+        cfg["custom_imports"] = {**imports, "imports": [*imports["imports"], "probes", "net2net"]}
+        return Run(variant, lr, seed, cfg, Path(self.args.work_dir, name), start)
 
     def best_rate(self, runs: Sequence[Run], rates: Sequence[float]) -> float | None:
         """Return the best of several rates, or the only one."""
@@ -341,7 +332,8 @@ class Sweep:
                 left.append(run)
         if self.args.print_commands:
             for run in left:
-                print(shlex.join(["env", f"PYTHONPATH={ROOT}/ablations", "python", *command(run)]))
+                words = command(run, self.args.launcher)
+                print(shlex.join(["env", f"PYTHONPATH={ROOT}/ablations", "python", *words]))
             return
         begun, done, total = time.monotonic(), 0, sum(run.length for run in left)
         with ThreadPoolExecutor(self.args.jobs) as pool:
@@ -376,7 +368,7 @@ class Sweep:
         with log.open("ab") as file:
             begin = file.tell()
             process = subprocess.Popen(
-                [sys.executable, *command(run)],
+                [sys.executable, *command(run, self.args.launcher)],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -455,10 +447,13 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def command(run: Run) -> list[str]:
-    """Return the command of a run, without the interpreter."""
+def command(run: Run, launcher: str) -> list[str]:
+    """Return the command of a run, without the interpreter; torchrun takes all GPUs it sees."""
     folder = str(run.folder)
-    return [*TRAIN, f"{folder}/config.py", "--work-dir", folder, "--resume"]
+    train = [*TRAIN, f"{folder}/config.py", "--work-dir", folder, "--resume"]
+    train += ["--launcher", launcher] * (launcher != "none")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=gpu"]
+    return [*torchrun, *train] if launcher == "pytorch" else train
 
 
 def environment_of(slot: int, jobs: int) -> dict[str, str]:
