@@ -191,13 +191,12 @@ def take_model(cfg: Config, before: Config) -> None:
 
 
 def count(cfg: Config) -> dict[str, int]:
-    """Count parameters after a growth at the start, and those that are trained if some are not."""
+    """Count parameters after a growth at the start, and those that are trained."""
     whole = copy.deepcopy(cfg)
     take_model(whole, cfg)
     parameters = list(build(whole).parameters())
-    found = {"parameters": sum(each.numel() for each in parameters)}
     trained = sum(each.numel() for each in parameters if each.requires_grad)
-    return found if trained == found["parameters"] else {**found, "trainable": trained}
+    return {"parameters": sum(each.numel() for each in parameters), "trainable": trained}
 
 
 def hold_out(cfg: Config) -> None:
@@ -221,6 +220,11 @@ class Sweep:
         self.variants = wanted(question, args.variants)
         base = read_base(question, args)
         self.configs = variant_configs(question, base, [each.name for each in self.variants])
+        self.counts = {name: count(cfg) for name, cfg in self.configs.items()}
+        # FLOPs are counted for a training of all parameters.
+        self.tunes = not question.from_scratch and any(
+            each["trainable"] < each["parameters"] for each in self.counts.values()
+        )
         self.failed: list[str] = []
         self.processes: list[subprocess.Popen] = []
         self.stopping = False
@@ -435,9 +439,10 @@ class Sweep:
             "config": digest(run.text),
             "selected_on": "held-out" if several else "",
             "commit": "+".join(dict.fromkeys(text.split())),
-            **count(self.configs[run.variant.name]),
             **facts_of(run),
+            **self.counts[run.variant.name],
         }
+        row["flops" if self.tunes else "trainable"] = None
         path = self.args.results
         results.append(row, curves_of(run), path, path.with_name(results.CURVES.name))
 
