@@ -102,7 +102,7 @@ def test_files_of_all_kinds_are_read(tmp_path, streaming):
     (folder / "d.json.gz").write_bytes(gzip.compress(json.dumps(rows).encode()))
     pq.write_table(pa.table({"body": ["three", None], "id": [1, 2]}), folder / "e.parquet")
     (folder / "notes").write_text("of no known kind")
-    files = find_files(folder)
+    files = find_files([folder])
     assert [file.name[0] for file in files] == list("abcde")
     texts = load_files(files, "body", streaming=streaming)
     meta = prepare(texts, tmp_path / "out", workers=1)

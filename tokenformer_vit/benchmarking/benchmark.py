@@ -192,6 +192,13 @@ class Language(NamedTuple):
 Subject = Images | Language
 
 
+def variants(group: Group, backends: Sequence[str], eager: bool) -> list[Variant]:
+    """Return what to measure in a group; decoding is never compiled."""
+    compiled = (False,) if eager or group.mode == "decode" else (False, True)
+    names = ("baseline", "released", *dict.fromkeys(backends))
+    return [Variant(*each) for each in itertools.product(names, compiled)]
+
+
 def build(subject: Subject, implementation: str, seed: int = 0) -> Any:
     """Build the model of a variant; all but the baseline get the same random weights."""
     torch.manual_seed(seed)

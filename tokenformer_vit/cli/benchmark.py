@@ -18,7 +18,6 @@ The record is rewritten after each group of mode, precision and batch size.
 import argparse
 import itertools
 import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any
 import timm
 
 from tokenformer_vit.benchmarking import benchmark, reports
-from tokenformer_vit.benchmarking.benchmark import BACKENDS, MATCHED, PRECISIONS, Group, Variant
+from tokenformer_vit.benchmarking.benchmark import BACKENDS, MATCHED, PRECISIONS, Group, variants
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import LM_PRESETS, lm_config
 from tokenformer_vit.records import read_json, write_record
@@ -35,7 +34,7 @@ from tokenformer_vit.records import read_json, write_record
 from .arguments import Parser, device, whole_number
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Run the command."""
     parser, number = Parser(prog="tokenformer-vit benchmark", description=__doc__), whole_number(1)
     add = parser.add_argument
@@ -54,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--device", type=device, default="auto", help="default: cuda if it is there, else cpu")
     add("--out", type=Path, metavar="FILE", help="default: work_dirs/speed_MODEL_DEVICE.json")
     add("--eager", action="store_true", help="compile nothing: no C++ compiler, no ratios")
-    add(
-        "--draw", type=Path, metavar="RECORD", help="only draw the chart of a record, by matplotlib"
-    )
+    add("--draw", type=Path, metavar="RECORD", help="only draw a record's chart, by matplotlib")
     add("--profile", action="store_true", help="print the kernels of the first group")
     args = parser.parse_args(argv)
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and not args.eager:
@@ -73,28 +70,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = args.batch_sizes or [few if args.device.type == "cpu" else many]
     groups = list(itertools.starmap(Group, itertools.product(modes, args.precisions, sizes)))
     if args.profile:
-        variants = _variants(groups[0].mode, args)
-        for variant in [each for each in variants if each.compiled] or variants:
+        found = variants(groups[0], args.backends, args.eager)
+        for variant in [each for each in found if each.compiled] or found:
             print(f"{variant}\n{benchmark.profile_step(subject, args.device, groups[0], variant)}")
         return
     record = reports.new_record(subject, {**models, "n": args.rounds}, args.device.type)
     out = args.out or Path("work_dirs", f"speed_{args.lm or args.model}_{args.device.type}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     for group in groups:
-        variants = _variants(group.mode, args)
-        entry = benchmark.measure_group(subject, args.device, group, variants, args.rounds)
+        found = variants(group, args.backends, args.eager)
+        entry = benchmark.measure_group(subject, args.device, group, found, args.rounds)
         reports.add_figures(entry, record)
         record["groups"].append(entry)
         write_record(out, record)
         print(f"{reports.table(entry, subject.unit)}\n", flush=True)
     print(f"Done. Record: {out}. For a chart: tokenformer-vit benchmark --draw {out}")
-
-
-def _variants(mode: str, args: argparse.Namespace) -> list[Variant]:
-    """Return the variants to measure in a mode."""
-    compiled = (False,) if args.eager or mode == "decode" else (False, True)
-    names = ("baseline", "released", *dict.fromkeys(args.backends))
-    return [Variant(*each) for each in itertools.product(names, compiled)]
 
 
 def _images(args: argparse.Namespace) -> tuple[benchmark.Images, dict[str, Any]]:

@@ -11,7 +11,6 @@ Training takes three times the forward FLOPs. As in Table 3 of the paper, only p
 import argparse
 import json
 import warnings
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from tokenformer_vit.models.checkpoints import load_model
 from .arguments import MODEL_KWARGS, Parser, whole_number
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Run the command."""
     parser = Parser(prog="tokenformer-vit costs", description=__doc__)
     add, name = parser.add_argument, "timm model name, or local-dir:FOLDER"

@@ -9,7 +9,7 @@ tasks such as lambada and hellaswag, see `tokenformer-vit lm-eval`.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from .arguments import Parser, device, whole_number
 _COLUMNS = ("tokens", "loss", "perplexity", "bits_per_byte", "word_perplexity")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Run the command."""
     parser = Parser(prog="tokenformer-vit evaluate-lm", description=__doc__)
     add, positive = parser.add_argument, whole_number(1)

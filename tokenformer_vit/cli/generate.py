@@ -7,9 +7,7 @@ Without prompts, each line of stdin is a prompt. The text appears on stdout as i
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import TextStreamer
@@ -20,7 +18,7 @@ from tokenformer_vit.errors import InputError
 from .arguments import Parser, device, whole_number
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Run the command."""
     parser = Parser(prog="tokenformer-vit generate", description=__doc__)
     add = parser.add_argument
@@ -41,13 +39,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise InputError("a prompt is empty: give a text after the model, or one a line on stdin")
     model = language.load_language_model(args.model, args.mask).to(args.device)
     tokenizer = language.load_tokenizer(args.tokenizer or args.model, model.config.vocab_size)
-    how: dict[str, Any] = {"do_sample": not args.greedy, "max_new_tokens": args.max_new_tokens}
-    if not args.greedy:
-        how |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    drawn = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    how = {"do_sample": False} if args.greedy else {"do_sample": True, **drawn}
     how |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    how["streamer"] = TextStreamer(tokenizer, skip_special_tokens=True)  # type: ignore[arg-type]
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True)  # type: ignore[arg-type]
     torch.manual_seed(args.seed)
     for number, prompt in enumerate(prompts):
         print("\n" * bool(number), end="")
         tokens = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-        model.generate(**tokens.to(args.device), **how)
+        tokens = tokens.to(args.device)
+        model.generate(**tokens, **how, streamer=streamer, max_new_tokens=args.max_new_tokens)

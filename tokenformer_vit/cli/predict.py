@@ -12,10 +12,9 @@ A file that cannot be read is named on standard error, and the exit status is th
 
 import csv
 import json
+import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -49,10 +48,9 @@ def main(argv: list[str]) -> None:
     if args.compile:
         compile_blocks(model)
     unreadable = 0
-    with args.out.open("w", newline="", buffering=1) if args.out else nullcontext() as file:
-        table: Any = csv.writer(file) if file else None
-        if table:
-            table.writerow(["file", "rank", "class", "index", "probability"])
+    with open(args.out or os.devnull, "w", newline="", buffering=1) as file:
+        table = csv.writer(file)
+        table.writerow(["file", "rank", "class", "index", "probability"])
         for path, top in predict(model, images, args.topk, args.batch_size, args.device):
             if isinstance(top, InputError):
                 unreadable += 1
@@ -64,7 +62,6 @@ def main(argv: list[str]) -> None:
                 line = "\t".join((str(path), *classes))
             tqdm.write(line, file=sys.stdout)  # above the progress bar
             sys.stdout.flush()
-            if table:
-                table.writerows([path, rank, *each.values()] for rank, each in enumerate(top, 1))
+            table.writerows([path, rank, *each.values()] for rank, each in enumerate(top, 1))
     if unreadable:
         sys.exit(1)

@@ -13,7 +13,6 @@ run the same command again: datasets keeps what is tokenized in its cache.
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from tokenformer_vit.language import data
 from .arguments import Parser, whole_number
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Run the command."""
     parser = Parser(prog="tokenformer-vit prepare-text", description=__doc__)
     add, positive = parser.add_argument, whole_number(1)
@@ -52,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = _tokenizer(args, texts)
     length = args.context_length or (34 if args.reversal else 1024)
     how: dict[str, Any] = {"limit_tokens": args.limit_tokens, "workers": args.workers}
+    how |= {"val_texts": val_texts, "val_share": 0.0 if val_texts else args.val_share}
     sources = list(map(str, args.sources)) or [args.hub or "reversal"]
-    how |= {"about": {"tokenizer": args.tokenizer, "sources": sources}, "val_texts": val_texts}
-    how["val_share"] = 0.0 if val_texts else args.val_share
+    how["about"] = {"tokenizer": args.tokenizer, "sources": sources}
     meta = data.prepare_text(texts, args.target, tokenizer, length, **how)
     for split, counts in meta["splits"].items():
         print(f"{split}: {', '.join(f'{count:,} {name}' for name, count in counts.items())}")
@@ -67,10 +66,7 @@ def _texts(args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
         return [data.reversal_text(args.reversal)], []
     streaming = args.limit_tokens is not None
     how = {"column": args.column, "documents": args.documents, "streaming": streaming}
-    files, held_out = (
-        [file.resolve() for path in paths for file in data.find_files(path)]
-        for paths in (args.sources, args.val)
-    )
+    files, held_out = data.find_files(args.sources), data.find_files(args.val)
     if both := set(files) & set(held_out):
         raise InputError(f"{min(both)} is both a source and in --val: remove it from one of them")
     texts = data.load_files(files, **how)
@@ -80,7 +76,7 @@ def _texts(args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
     return texts, data.load_files(held_out, **how)
 
 
-def _tokenizer(args: argparse.Namespace, texts: Sequence[Any]) -> Any:
+def _tokenizer(args: argparse.Namespace, texts: list[Any]) -> Any:
     if args.tokenizer == "bytes":
         return language.byte_tokenizer()
     if args.tokenizer.startswith("bpe:"):

@@ -46,21 +46,19 @@ _AS_IT_IS = {
 }
 
 
-def find_files(path: Path) -> list[Path]:
-    """List the text files of a path, sorted: the file itself, or those in a folder."""
-    if path.is_file():
-        return [path]
-    files = [
-        file
-        for file in sorted(path.rglob("*"))
-        if file.is_file() and _reader(file) and not file.name.startswith(".")
-    ]
-    if not files:
-        raise InputError(
-            f"{path} is no file, and no folder with files that end in {', '.join(_READERS)}; "
-            "--hub NAME reads from the hub"
-        )
-    return files
+def find_files(paths: Sequence[Path]) -> list[Path]:
+    """List files, whatever their names, and the text files in folders, sorted, without links."""
+    found = []
+    for path in paths:
+        inside = (file for file in sorted(path.rglob("[!.]*")) if file.is_file() and _reader(file))
+        files = [path] if path.is_file() else list(inside)
+        if not files:
+            raise InputError(
+                f"{path} is no file, and no folder with files that end in {', '.join(_READERS)}; "
+                "--hub NAME reads from the hub"
+            )
+        found += [file.resolve() for file in files]
+    return found
 
 
 def _reader(file: Path) -> str | None:
