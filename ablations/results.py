@@ -1,18 +1,14 @@
-"""The results of ablations: one row of ``results.csv`` is one run; its curves are in a second file.
+"""The results of ablations: a row of ``results.csv`` is a run; its curves are in another file.
 
-``curves.parquet`` has them over the iterations ``x``, by ``kind``: "loss", validation such as
-"top1", and, for each ``layer``, measurements such as "entropy".
-
-Columns of ``results.csv`` that are not what they seem: ``also`` names other questions and variants
-that the run answers; ``start`` is the variant from which it goes on; ``selected_on`` is empty where
-no rate was chosen, else what seed 0 chose it on: "test", or "held-out", and then seed 0 is measured
-there; ``seconds`` is empty for a run that was interrupted; perplexities are of held-out text;
-``config`` is a digest of the config, without which a run is never taken for finished.
+Columns that are not what they seem: ``also`` names other questions and variants that the run
+answers; ``start`` is the variant from which it goes on; ``selected_on`` is empty where no rate was
+chosen, else what seed 0 chose it on: "test", or "held-out", and then seed 0 is measured there;
+``seconds`` is empty for a run that was interrupted; perplexities are of held-out text; ``config``
+is a digest of the config, without which a run is never taken for finished.
 """
 
 import csv
 import io
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,13 +17,14 @@ import pandas as pd
 from filelock import FileLock
 from scipy.stats import t as student
 
+from tokenformer_vit.files import write_whole
+
 FOLDER = Path(__file__).parent
 RESULTS, CURVES = FOLDER / "results.csv", FOLDER / "curves.parquet"
 SWEEP = ["question", "base", "options"]  # the runs of one table; options: --cfg-options
 RUN = [*SWEEP, "variant", "lr", "seed"]  # the name of a run
 _ABOUT = ["commit", "torch", "date", "hardware", "dtype"]
-_TEXTS = [*SWEEP, "variant", "also", "start", "text", "selected_on", "cpu", "config"]
-_TEXTS += _ABOUT
+_TEXTS = [*SWEEP, "variant", "also", "start", "text", "selected_on", "cpu", "config", *_ABOUT]
 
 
 def read(path: Path | io.StringIO = RESULTS) -> pd.DataFrame:
@@ -43,9 +40,10 @@ def read(path: Path | io.StringIO = RESULTS) -> pd.DataFrame:
 def append(
     row: Mapping[str, Any], curves: pd.DataFrame, results: Path = RESULTS, path: Path = CURVES
 ) -> None:
-    """Add a finished run and its curves (kind, x, value, layer), also while other runs end.
+    """Add a finished run and its curves, whole or not at all, also while other runs end.
 
-    A new file gets the columns of ``results.csv``. A run is added whole or not at all, and once.
+    Curves have a ``kind`` ("loss", "top1", "entropy"), an iteration ``x``, a ``value`` and perhaps
+    a ``layer``. A new file gets the columns of ``results.csv``.
     """
     with FileLock(f"{results}.lock"):
         header = RESULTS.read_text(encoding="utf-8").partition("\n")[0] + "\n"
@@ -64,20 +62,13 @@ def append(
         known = known.drop(_of(known, name).index) if path.exists() else known.iloc[:0]
         line = io.StringIO()
         csv.writer(line, lineterminator="\n").writerow(row.get(column) for column in columns)
-        _replace(path, pd.concat([known, new]).to_parquet(index=False, compression="zstd"))
-        _replace(results, f"{old}{line.getvalue()}".encode())
+        write_whole(path, pd.concat([known, new]).to_parquet(index=False, compression="zstd"))
+        write_whole(results, f"{old}{line.getvalue()}".encode())
 
 
 def _of(rows: pd.DataFrame, name: Mapping[str, Any]) -> pd.DataFrame:
     """Return the rows of one run."""
     return rows.loc[(rows[RUN] == pd.Series(name)[RUN]).all(axis=1)]
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file in one step, so that an interruption leaves the old one."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_bytes(content)
-    os.replace(part, path)
 
 
 class Noise(NamedTuple):
@@ -92,23 +83,19 @@ class Noise(NamedTuple):
         return float(student.ppf(0.975, self.degrees)) * spread  # NaN without a degree of freedom
 
 
-def best_rates(rows: pd.DataFrame, metric: str, *, higher: bool) -> pd.Series:
-    """Return the rate of each variant of a sweep that is best for the first seed."""
-    first = rows.loc[rows["seed"] == rows["seed"].min()].dropna(subset=[metric])
-    ranked = first.sort_values(metric, ascending=not higher, kind="stable")
-    return ranked.drop_duplicates("variant").set_index("variant")["lr"]
-
-
 def at_best(rows: pd.DataFrame, metric: str, *, higher: bool) -> pd.DataFrame:
-    """Return the runs that count: those at the best rate of their variant.
+    """Return the runs that count: those at the rate of their variant that seed 0 found the best.
 
     ``at_end`` tells whether this rate is the largest or the smallest of several that were tried.
     """
-    rates = rows["variant"].map(best_rates(rows, metric, higher=higher))
-    tried = rows[["variant"]].join(rows.groupby("variant")["lr"].agg(["min", "max"]), on="variant")
-    at_end = (rates == tried["min"]) | (rates == tried["max"])
-    rows = rows.assign(at_end=at_end & (tried["min"] < tried["max"]))
-    chose = (rows["selected_on"] == "held-out") & (rows["seed"] == rows["seed"].min())
+    first = rows["seed"] == rows["seed"].min()
+    ranked = rows.loc[first].dropna(subset=[metric])
+    ranked = ranked.sort_values(metric, ascending=not higher, kind="stable")
+    rates = rows["variant"].map(ranked.drop_duplicates("variant").set_index("variant")["lr"])
+    tried: Any = rows.groupby("variant")["lr"]
+    least, most = tried.transform("min"), tried.transform("max")
+    rows = rows.assign(at_end=((rates == least) | (rates == most)) & (least < most))
+    chose = first & (rows["selected_on"] == "held-out")
     return rows.loc[(rows["lr"] == rates) & ~chose].dropna(subset=[metric])
 
 
