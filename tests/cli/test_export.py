@@ -7,6 +7,7 @@ from mmengine.runner import load_checkpoint
 from mmpretrain.registry import MODELS
 from timm.data import resolve_input_data_config
 
+from tokenformer_vit import training  # noqa: F401  # registers the backbone
 from tokenformer_vit.cli import export
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import load_model, save_model

@@ -14,8 +14,7 @@ class Parser(argparse.ArgumentParser):
     """Prints a description as it is written, and refuses a wrong option in one line."""
 
     def __init__(self, **options: Any) -> None:
-        as_written = argparse.RawDescriptionHelpFormatter
-        super().__init__(**{"formatter_class": as_written, **options})
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line."""
@@ -47,19 +46,16 @@ def key_value(text: str) -> str:
     return text
 
 
-# How --model-kwargs is read.
-MODEL_KWARGS: Any = {
-    **{"nargs": "+", "type": key_value, "action": ParseKwargs, "default": {}},
-    **{"metavar": "KEY=VALUE", "help": "arguments of it, such as img_size=32 patch_size=4"},
-}
+# How words such as img_size=32 are read.
+KEY_VALUES: Any = {"nargs": "+", "type": key_value, "action": ParseKwargs, "default": {}}
+KEY_VALUES["metavar"] = "KEY=VALUE"
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the options of a model and its device."""
     add = parser.add_argument_group("the model").add_argument
     add("--model", metavar="NAME", help="timm model name, or local-dir:FOLDER")
-    add("--model-kwargs", **MODEL_KWARGS)
-    add("--num-classes", type=whole_number(1), metavar="N", help="default: as in the checkpoint")
+    add("--model-kwargs", **KEY_VALUES, help="its arguments, such as img_size=32 num_classes=9")
     add("--batch-size", type=whole_number(1), default=32, metavar="B", help="default: 32")
     add("--device", type=device, default="auto", help="cpu or cuda; default: cuda if it is there")
 

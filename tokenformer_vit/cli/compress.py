@@ -24,7 +24,6 @@ from tokenformer_vit.growth import measure_usage, pattention_layers
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.records import environment, write_record
 from tokenformer_vit.vision import compression
-from tokenformer_vit.vision.datasets import open_images
 from tokenformer_vit.vision.drawing import draw_compression
 
 from .arguments import Parser, add_model, whole_number
@@ -33,17 +32,15 @@ from .arguments import Parser, add_model, whole_number
 def main(argv: list[str]) -> None:
     """Run the command line."""
     args, chosen, batches = _parse(argv), [], []
-    model: Any = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs)
+    model: Any = load_model(args.model, args.checkpoint, **args.model_kwargs)
     pattention_layers(model.to(args.device))  # refuses a model without pairs
     methods = args.method or ["nested" if compression.is_nested(model) else "prune", "top-k"]
     trained = [size for size in getattr(model, "sizes", ()) if isinstance(size, float)]
-    tested = open_images(args.data, "val")
-    compression.match_classes(model, tested)
+    tested = compression.open_matching(model, args.data, "val")
     if {"prune", "budget"} & {*methods}:
         if args.measure_on:
             compression.check_apart(args.measure_on, args.data)
-        chosen = open_images(args.measure_on or args.data, "train")
-        compression.match_classes(model, chosen)
+        chosen = compression.open_matching(model, args.measure_on or args.data, "train")
         number = min(args.measure_images, len(chosen))
         chosen.keep(random.Random(args.seed).sample(range(len(chosen)), number))
         batches = [*compression.labelled_batches(model, chosen, args.batch_size, args.device)]
@@ -54,16 +51,10 @@ def main(argv: list[str]) -> None:
     usage = measure_usage(model, batches) if batches else None
     made = compression.candidates(model, methods, keeps, usage, batches, args.kinds)
     test = compression.labelled_batches(model, tested, args.batch_size, args.device)
-    record = {
-        **environment(args.device.type),
-        "checkpoint": str(args.checkpoint),
-        "data": args.data,
-        "images": len(tested),
-        "measured_on": str(args.measure_on or args.data) if batches else None,
-        "measured_images": len(chosen),
-        "seed": args.seed,
-        "points": compression.measure_top1(made, test),
-    }
+    record = {**environment(args.device.type), "checkpoint": str(args.checkpoint)}
+    record |= {"data": args.data, "images": len(tested), "seed": args.seed}
+    record["measured_on"] = (args.measure_on or args.data) if batches else None
+    record |= {"measured_images": len(chosen), "points": compression.measure_top1(made, test)}
     write_record(out / "compression.json", record)
     draw_compression(record, out / "compression.png")
     for point in record["points"]:
@@ -82,9 +73,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="exported folder, file, or model")
     add("data", metavar="DATA", help="data with a train and a val split, as for training")
-    what = "default: prune (nested for a nested model) and top-k"
-    add("--method", nargs="+", choices=compression.METHODS, help=what)
-    what = "shares of the pairs; default: the sizes of a nested model, or 0.75 0.5 0.25"
+    add("--method", nargs="+", choices=compression.METHODS, help="default: prune, nested; top-k")
+    what = "shares of pairs; default: nested sizes, or 0.75 0.5 0.25"
     add("--keep", nargs="+", type=float, metavar="SHARE", help=what)
     kinds = compression.KINDS
     add("--kinds", nargs="+", choices=kinds, default=kinds, help="of layers; default: all")

@@ -17,20 +17,17 @@ with one for each layer; and back to a file of the released code::
 """
 
 import argparse
-from collections.abc import Iterable
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from timm.data import resolve_input_data_config
-from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import whole_file
-from tokenformer_vit.models import checkpoints, from_vit
+from tokenformer_vit.models import checkpoints
+from tokenformer_vit.models.from_vit import compare_outputs, from_vit, noise_images
 from tokenformer_vit.records import read_json
 from tokenformer_vit.vision.compression import tensor_batches
 from tokenformer_vit.vision.images import list_images
@@ -85,43 +82,18 @@ def _kind(args: argparse.Namespace) -> str:
 
 def _from_vit(args: argparse.Namespace, _: Any) -> None:
     if args.model or args.path.exists():
-        load, given = checkpoints.load_model, (args.model, args.path, args.num_classes)
+        vit: Any = checkpoints.load_model(args.model, args.path, **args.model_kwargs)
     else:
-        load, given = partial(timm.create_model, pretrained=True), (args.source,)
-        args.model_kwargs |= {"num_classes": args.num_classes} if args.num_classes else {}
-    vit: Any = load(*given, **args.model_kwargs).eval().to(args.device)
-    model: Any = from_vit(vit)
-    size = vit.patch_embed.proj.in_channels, *resolve_input_data_config(vit)["input_size"][1:]
-    noise = torch.randn(32, *size, generator=torch.Generator().manual_seed(0)).to(args.device)
-    batches, what = noise.split(args.batch_size), "images of noise"
+        vit = timm.create_model(args.source, pretrained=True, **args.model_kwargs).eval()
+    model: Any = from_vit(vit.to(args.device))
+    batches, what = noise_images(vit, 32).split(args.batch_size), "images of noise"
     if args.images:
         paths, what = list_images(args.images), "images"
         batches = tensor_batches(vit, paths, args.batch_size, args.device)
     facts = {"Model": vit.pretrained_cfg["architecture"], "Weights": Path(args.source).name}
-    facts["Outputs"] = _compare(model, vit, batches, what)
+    facts["Outputs"] = compare_outputs(model, vit, batches, what)
     checkpoints.save_model(model.cpu(), args.target, facts={"Converted from": facts})
     print(f"Done. In {args.target}: model.safetensors, config.json and README.md")
-
-
-@torch.inference_mode()
-def _compare(model: Any, source: Any, batches: Iterable[Tensor], what: str) -> str:
-    """Compare the outputs of two models; print what was found, and return it for the card."""
-    errors, same = [], []
-    for batch in batches:
-        outputs = [getattr(out := each(batch), "logits", out).double() for each in (model, source)]
-        same.append((outputs[0].argmax(dim=-1) == outputs[1].argmax(dim=-1)).flatten())
-        if outputs[0].shape[-1] > 1:  # what is common to a row of logits changes nothing
-            outputs = [each - each.mean(dim=-1, keepdim=True) for each in outputs]
-        change = (outputs[0] - outputs[1]).norm(dim=-1) / outputs[1].norm(dim=-1)
-        errors.append(change.flatten())
-    error, top1 = torch.cat(errors), torch.cat(same).double().mean()
-    if not error.isfinite().all():
-        raise InputError("the outputs are not finite: give weights of a training that converged")
-    found = f"relative error {error.max():.1e} at most, {error.mean():.1e} on average, in float32, "
-    found += f"and {top1:.2%} with the same top-1 class, of {len(error)} {what}"
-    old, new = (sum(p.numel() for p in each.parameters()) for each in (source, model))
-    print(f"Parameters: {old:,} -> {new:,}\nOutputs: {found}")
-    return found
 
 
 def _from_gpt2(args: argparse.Namespace, language: Any) -> None:
@@ -132,7 +104,7 @@ def _from_gpt2(args: argparse.Namespace, language: Any) -> None:
     model = language.from_gpt2(source)
     shape, random = (2, min(64, model.config.context_length)), torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, shape, generator=random)
-    _compare(model, source, [tokens], "random tokens")
+    compare_outputs(model, source, [tokens], "random tokens")
     files = ("tokenizer.json", "tokenizer_config.json", "merges.txt")
     own = args.path if any((args.path / name).is_file() for name in files) else None
     _save(language, model, args.target, args.tokenizer or own)
@@ -165,7 +137,7 @@ def _to_released(args: argparse.Namespace, language: Any) -> None:
 
 # How each kind of IN is converted, and the options that it takes.
 _KINDS = {
-    "ViT": (_from_vit, "images", "model", "model_kwargs", "num_classes"),
+    "ViT": (_from_vit, "images", "model", "model_kwargs"),
     "GPT-2": (_from_gpt2, "tokenizer"),
     "released model": (_from_released, "tokenizer", "num_heads", "context_length", "eps"),
     "TokenFormer": (_to_released,),

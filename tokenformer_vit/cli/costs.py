@@ -23,7 +23,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import LM_PRESETS, TokenFormerLM, TokenFormerViT, lm_config
 from tokenformer_vit.models.checkpoints import load_model
 
-from .arguments import MODEL_KWARGS, Parser, whole_number
+from .arguments import KEY_VALUES, Parser, whole_number
 
 
 def main(argv: list[str]) -> None:
@@ -31,9 +31,9 @@ def main(argv: list[str]) -> None:
     parser = Parser(prog="tokenformer-vit costs", description=__doc__)
     add, name = parser.add_argument, "timm model name, or local-dir:FOLDER"
     add("--model", metavar="NAME", help=f"{name}; default: tokenformer_base")
-    add("--model-kwargs", **MODEL_KWARGS)
+    add("--model-kwargs", **KEY_VALUES, help="its arguments, such as img_size=384")
     add("--against", metavar="NAME", help=name)
-    add("--against-kwargs", **MODEL_KWARGS)
+    add("--against-kwargs", **KEY_VALUES, help="its arguments")
     add("--lm", metavar="PRESET|FOLDER", help="language model: preset, or folder of transformers")
     add("--tokens", type=whole_number(1), metavar="N", help="default: an image, the whole context")
     add("--json", action="store_true", help="print the counts as JSON")

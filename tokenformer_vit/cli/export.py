@@ -11,14 +11,11 @@ Or it is a checkpoint for mmpretrain (load_from, init_cfg), from a folder or a c
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import whole_file
-from tokenformer_vit.mmpretrain_names import classifier_state_dict
 from tokenformer_vit.models import checkpoints
 
 from .arguments import Parser
@@ -37,23 +34,10 @@ def main(argv: list[str]) -> None:
     model = checkpoints.load_model(args.model, args.checkpoint)
     if args.target.suffix == ".pth":
         with whole_file(args.target) as file:
-            torch.save(classifier_checkpoint(model), file)
+            torch.save(checkpoints.mmpretrain_checkpoint(model), file)
     else:
         source = args.checkpoint
         content = checkpoints.read_checkpoint(source) if source.is_file() else {}
         facts = content.get(checkpoints.DESCRIPTION, {}).get("card")
         checkpoints.save_model(model, args.target, facts=facts)
     print(f"Done: {args.target}")
-
-
-def classifier_checkpoint(model: Any) -> dict[str, Any]:
-    """Return what ``load_from`` and ``init_cfg`` of an mmpretrain classifier read."""
-    if not isinstance(getattr(model, "head", None), nn.Linear):
-        raise InputError(f"{type(model).__name__} has no linear head: export a TokenFormer or ViT")
-    description = checkpoints.describe_model(model, model.num_classes)
-    names = description.get("label_names")
-    return {
-        "meta": {"dataset_meta": {"classes": names}} if names else {},
-        "state_dict": classifier_state_dict(model.state_dict()),
-        checkpoints.DESCRIPTION: description,
-    }

@@ -14,14 +14,13 @@ qkv = proj = ffn / 4.
 import copy
 from pathlib import Path
 
-import torch
-
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import INITS, grow
 from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.models.checkpoints import load_model, save_model
+from tokenformer_vit.models.from_vit import compare_outputs, noise_images
 
-from .arguments import MODEL_KWARGS, Parser, whole_number
+from .arguments import KEY_VALUES, Parser, whole_number
 
 _LAYERS = {"qkv": "query, key and value", "proj": "output", "ffn": "feed-forward"}
 
@@ -35,12 +34,10 @@ def main(argv: list[str]) -> None:
     for name, what in _LAYERS.items():
         add(f"--{name}", type=whole_number(1), metavar="PAIRS", help=f"pairs of each {what} layer")
     add("--init", choices=INITS, default="zero_key", help="default: zero_key")
-    what = "gate of new pairs under softmax (default with zero_key)"
-    add("--gate", choices=("learned",), help=what)
     add("--nested", action="store_true", help="keep the present size as a nested size")
     add("--seed", type=whole_number(0), default=0, help="seed of random numbers")
     add("--model", metavar="NAME", help="timm model of the checkpoint")
-    add("--model-kwargs", **MODEL_KWARGS)
+    add("--model-kwargs", **KEY_VALUES, help="its arguments")
     args = parser.parse_args(argv)
     counts = {f"num_{name}_param_tokens": getattr(args, name) for name in _LAYERS}
     if not any(counts.values()):
@@ -51,27 +48,14 @@ def main(argv: list[str]) -> None:
     if not isinstance(model, TokenFormerViT):
         raise InputError(f"{args.source} is a {type(model).__name__}; only a TokenFormer can grow")
     before = copy.deepcopy(model)
-    grow(model, **counts, init=args.init, gate=args.gate, nested=args.nested, seed=args.seed)
-    new = f"start as {args.init}; not trained since"
-    save_model(
-        model, args.target, facts={"Growth": {"Grown from": args.source.name, "New pairs": new}}
-    )
-    old, now = (sum(p.numel() for p in each.parameters()) for each in (before, model))
-    gated = any(name.endswith(".gate") for name in model.state_dict())
-    print(
-        f"{old:,} -> {now:,} parameters; on random images the output changed by "
-        f"{_change(before, model):.1e}, relative to its largest entry\n"
-        f"Done. To continue training, set load_from={args.target}/model.safetensors and the new "
-        "numbers of pairs"
-        + " and pattention_args=dict(gate='learned')" * gated
-        + (f" and nested={list(model.sizes[:-1])}" if len(model.sizes) > 1 else "")
-        + " in the config"
-    )
-
-
-@torch.inference_mode()
-def _change(before: TokenFormerViT, after: TokenFormerViT) -> float:
-    size = before.patch_embed.img_size
-    images = torch.randn(2, before.in_chans, *size, generator=torch.Generator().manual_seed(0))
-    old, new = before.eval()(images), after.eval()(images)
-    return ((new - old).abs().max() / old.abs().max()).item()
+    grow(model, **counts, init=args.init, nested=args.nested, seed=args.seed)
+    compare_outputs(model, before, [noise_images(before, 2)], "images of noise")
+    facts = {"Grown from": args.source.name, "New pairs": f"{args.init}; not trained since"}
+    save_model(model, args.target, facts={"Growth": facts})
+    settings = ["the new numbers of pairs"]
+    if any(name.endswith(".gate") for name in model.state_dict()):
+        settings.append("pattention_args=dict(gate='learned')")
+    if len(model.sizes) > 1:
+        settings.append(f"nested={list(model.sizes[:-1])}")
+    print(f"Done. To train further, set load_from={args.target}/model.safetensors in the config,")
+    print(f"and {', '.join(settings)}")

@@ -37,18 +37,15 @@ def main(argv: list[str]) -> None:
     add("images", type=Path, nargs="+", metavar="IMAGE", help="image file, or folder of images")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder for the two files")
     add("--layer", metavar="NAME", help="such as blocks.0.attn.query; default: mlp in the middle")
-    what = f"draw the N images (at most {MOST}) with the largest weights of each pair, not maps"
-    add("--exemplars", type=whole_number(1), default=0, metavar="N", help=what)
-    what = "numbers of the pairs; default: the largest weights, or the most selective exemplars"
-    add("--tokens", type=_numbers, default=(), metavar="5,17", help=what)
-    add("--top", type=whole_number(1), default=8, metavar="K", help="number of pairs; default: 8")
+    number, what = whole_number(1), f"images of each pair, at most {MOST}, in place of maps"
+    add("--exemplars", type=number, default=0, metavar="N", help=what)
+    add("--tokens", type=_numbers, default=(), metavar="5,17", help="default: the largest weights")
+    add("--top", type=number, default=8, metavar="K", help="number of pairs; default: 8")
     args = parser.parse_args(argv)
     make_folder(args.out, "--out")
-    model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs)
-    record = inspect_pairs(
-        *(model, list_images(args.images), args.layer, args.tokens, args.top),
-        *(args.exemplars, args.batch_size, args.device),
-    )
+    model = load_model(args.model, args.checkpoint, **args.model_kwargs)
+    chosen = (args.layer, args.tokens, args.top, args.exemplars)
+    record = inspect_pairs(model, list_images(args.images), *chosen, args.batch_size, args.device)
     draw = draw_exemplars if args.exemplars else draw_maps
     draw(record, model, args.out / "tokens.png")
     about = {**environment(args.device.type), "checkpoint": str(args.checkpoint)}

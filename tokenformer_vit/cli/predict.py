@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     images, checkpoint = list_images(args.images), args.checkpoint
     if checkpoint is None and args.model and find_weights(Path(args.model)).is_file():
         checkpoint = Path(args.model)
-    model = load_model(args.model, checkpoint, args.num_classes, **args.model_kwargs)
+    model = load_model(args.model, checkpoint, **args.model_kwargs)
     if checkpoint is None and not args.model.startswith("local-dir:"):
         print(f"warning: {args.model} has random weights: no --checkpoint", file=sys.stderr)
     if args.compile:

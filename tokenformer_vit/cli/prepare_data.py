@@ -9,13 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from timm.utils import ParseKwargs
-
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.vision import datasets
 from tokenformer_vit.vision.images import list_images, read_images
 
-from .arguments import Parser, key_value, whole_number
+from .arguments import KEY_VALUES, Parser, whole_number
 
 
 def main(argv: list[str]) -> None:
@@ -26,11 +24,10 @@ def main(argv: list[str]) -> None:
     add("target", type=Path, help="folder for train/ and val/")
     add("--digits", action="store_true", help="unpack scikit-learn's handwritten digits")
     add("--check", action="store_true", help="list the images in TARGET that are corrupt")
-    first = "only the first N training images, which may be of few classes"
-    add("--limit", type=whole_number(1), default=sys.maxsize, metavar="N", help=first)
-    add("--limit-val", type=whole_number(1), default=sys.maxsize, metavar="N", help="of val/")
-    names: Any = {"nargs": "+", "type": key_value, "action": ParseKwargs, "default": {}}
-    add("--splits", **names, metavar="FOLDER=SPLIT", help="such as val=test, if not by their names")
+    number: Any = {"type": whole_number(1), "default": sys.maxsize, "metavar": "N"}
+    add("--limit", **number, help="only the first N training images, perhaps of few classes")
+    add("--limit-val", **number, help="only the first N of val/")
+    add("--splits", **KEY_VALUES, help="such as val=test, if they have other names")
     add("--image-column", metavar="NAME", help="default: image, img, or the only one")
     add("--label-column", metavar="NAME", help="default: label, labels, ..., or the only one")
     args = parser.parse_args(argv)

@@ -48,10 +48,8 @@ def main(argv: list[str]) -> None:
     add("--freeze", action="store_true", help="train only the head of --checkpoint")
     args = parser.parse_args(argv)
 
-    first, start = (
-        distributed.is_first(args.launcher),
-        Start(args.model, args.checkpoint, args.freeze),
-    )
+    first = distributed.is_first(args.launcher)
+    start = Start(args.model, args.checkpoint, args.freeze)
     if Path(args.config).is_dir():
         args.work_dir = args.work_dir or f"work_dirs/{Path(args.config).resolve().name}"
         args.config = configure_folder(args.config, args.work_dir, start, args.resume, first)

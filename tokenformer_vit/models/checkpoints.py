@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import new_folder
 from tokenformer_vit.layers.arguments import EPS
-from tokenformer_vit.mmpretrain_names import timm_state_dict
+from tokenformer_vit.mmpretrain_names import classifier_state_dict, timm_state_dict
 
 # Files of an exported folder. A training checkpoint has the content of CONFIG under DESCRIPTION.
 WEIGHTS, CONFIG, CARD, DESCRIPTION = "model.safetensors", "config.json", "README.md", "timm_config"
@@ -271,6 +271,19 @@ def save_model(
         if not card.is_file() or _LICENSE in card.read_text(encoding="utf-8", errors="replace"):
             text = _card(model, description, facts or {})
             (partial / CARD).write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def mmpretrain_checkpoint(model: Any) -> dict[str, Any]:
+    """Return what ``load_from`` and ``init_cfg`` of an mmpretrain classifier read."""
+    if not isinstance(getattr(model, "head", None), nn.Linear):
+        raise InputError(f"{type(model).__name__} has no linear head: export a TokenFormer or ViT")
+    description = describe_model(model, model.num_classes)
+    names = description.get("label_names")
+    return {
+        "meta": {"dataset_meta": {"classes": names}} if names else {},
+        "state_dict": classifier_state_dict(model.state_dict()),
+        DESCRIPTION: description,
+    }
 
 
 def _card(model: Any, description: dict, facts: Mapping[str, Any]) -> str:

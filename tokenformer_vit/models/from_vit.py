@@ -85,6 +85,34 @@ def from_vit(vit: VisionTransformer) -> TokenFormerViT:
     return model.eval()
 
 
+def noise_images(vit: Any, number: int) -> Tensor:
+    """Draw images of noise, always the same, of the size and on the device of a model's."""
+    size = (number, vit.in_chans, *vit.patch_embed.img_size)
+    images = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    return images.to(vit.patch_embed.proj.weight.device)
+
+
+@torch.inference_mode()
+def compare_outputs(model: Any, source: Any, batches: Iterable[Tensor], what: str) -> str:
+    """Compare the outputs of two models; print what was found, and return it for a card."""
+    errors, same = [], []
+    for batch in batches:
+        outputs = [getattr(out := each(batch), "logits", out).double() for each in (model, source)]
+        same.append((outputs[0].argmax(dim=-1) == outputs[1].argmax(dim=-1)).flatten())
+        if outputs[0].shape[-1] > 1:  # what is common to a row of logits changes nothing
+            outputs = [each - each.mean(dim=-1, keepdim=True) for each in outputs]
+        size = outputs[1].norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)  # of a new head
+        errors.append(((outputs[0] - outputs[1]).norm(dim=-1) / size).flatten())
+    error, top1 = torch.cat(errors), torch.cat(same).double().mean()
+    if not error.isfinite().all():
+        raise InputError("the outputs are not finite: give weights of a training that converged")
+    found = f"relative error {error.max():.1e} at most, {error.mean():.1e} on average, in float32, "
+    found += f"and {top1:.2%} with the same top-1 class, of {len(error)} {what}"
+    old, new = (sum(p.numel() for p in each.parameters()) for each in (source, model))
+    print(f"Parameters: {old:,} -> {new:,}\nOutputs: {found}")
+    return found
+
+
 def _obstacles(vit: Any) -> Iterator[str]:
     for name, module in vit.named_modules():
         if not re.fullmatch(_PARTS.get(type(module), "-"), name):

@@ -24,7 +24,7 @@ from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.layers.block import token_arguments
 from tokenformer_vit.models.sizes import kind_of
 
-from .datasets import LabelledImages, labels_for
+from .datasets import LabelledImages, labels_for, open_images
 from .images import read_images
 from .prediction import class_names
 
@@ -226,10 +226,11 @@ def check_apart(folder: str | Path, data: str | Path) -> None:
         )
 
 
-def match_classes(model: Any, images: LabelledImages) -> None:
-    """Number the labels of images as the model does, whose classes are compared by name."""
-    numbers = torch.tensor(labels_for(class_names(model), images.classes))
-    images.labels = numbers[images.labels]
+def open_matching(model: Any, source: str, split: str) -> LabelledImages:
+    """Open images with the numbers that the model has for their classes, compared by name."""
+    images = open_images(source, split)
+    images.labels = torch.tensor(labels_for(class_names(model), images.classes))[images.labels]
+    return images
 
 
 def tensor_batches(
