@@ -7,7 +7,6 @@ chosen, else what seed 0 chose it on: "test", or "held-out", and then seed 0 is 
 is a digest of the config, without which a run is never taken for finished.
 """
 
-import csv
 import io
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,22 +47,18 @@ def append(
     with FileLock(f"{results}.lock"):
         header = RESULTS.read_text(encoding="utf-8").partition("\n")[0] + "\n"
         old = results.read_text(encoding="utf-8") if results.exists() else header
-        columns = next(csv.reader(old.splitlines()))
-        if unknown := sorted(row.keys() - set(columns)):
+        rows, name = read(io.StringIO(old)), {key: row[key] for key in RUN}
+        if unknown := sorted(row.keys() - {*rows.columns}):
             raise ValueError(f"{results} has no column {unknown}: add it at the end of the header")
-        needed = {*RUN, *_ABOUT, "iterations", "parameters"}
-        if missing := sorted(name for name in needed if row.get(name) is None):
-            raise ValueError(f"a row of {results} needs {missing}, but got {dict(row)}")
-        name = {key: row[key] for key in RUN}
-        if not _of(read(io.StringIO(old)), name).empty:
+        if not _of(rows, name).empty:
             raise ValueError(f"{results} already has the run {name}: remove its line to replace it")
         known = pd.read_parquet(path if path.exists() else CURVES)
         new = curves.assign(**name)[known.columns].astype(known.dtypes)
+        # A write that was interrupted between the two files left the curves.
         known = known.drop(_of(known, name).index) if path.exists() else known.iloc[:0]
-        line = io.StringIO()
-        csv.writer(line, lineterminator="\n").writerow(row.get(column) for column in columns)
+        line = pd.DataFrame([row], columns=rows.columns).to_csv(index=False, header=False)
         write_whole(path, pd.concat([known, new]).to_parquet(index=False, compression="zstd"))
-        write_whole(results, f"{old}{line.getvalue()}".encode())
+        write_whole(results, f"{old}{line}".encode())
 
 
 def _of(rows: pd.DataFrame, name: Mapping[str, Any]) -> pd.DataFrame:

@@ -1,3 +1,5 @@
+"""Results are kept whole; tables have what the rules of statistics say."""
+
 import os
 import re
 
@@ -12,8 +14,8 @@ ABOUT = {"question": "which", "base": "base", "options": "", "lr": 1e-3, "commit
 ABOUT |= {"torch": "2.14.1", "date": "2026-11-26", "hardware": "2 cores, small", "dtype": "float32"}
 ABOUT |= {"iterations": 10, "parameters": 5, "examples": 100, "batch_size": 4}
 ONE = {**ABOUT, "variant": "one", "seed": 0}
-NO_CURVES = pd.DataFrame({"kind": [], "x": [], "value": [], "layer": []})
 NINE = ("one", [10, 11, 12], {}), ("two", [1, 2, 3], {})  # σ is 1, the interval ± 2.27
+MIXED = "**Not one commit, one torch and a clean tree.**"
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def runs(path):
             for seed, value in enumerate(values)
         ]
         columns = pd.read_csv(results.RESULTS, nrows=0).columns
-        pd.DataFrame(rows).reindex(columns=columns).to_csv(path, index=False)
+        pd.DataFrame(rows, columns=columns).to_csv(path, index=False)
         return results.read(path)
 
     return write
@@ -75,20 +77,22 @@ def test_seeds_are_paired_only_after_the_same_models(runs):
 
 
 @pytest.mark.parametrize(
-    ("higher", "best", "at_end", "data"),
-    [(True, 2e-3, False, "test"), (False, 1e-3, True, "test"), (True, 2e-3, False, "held-out")],
+    ("higher", "best", "at_end", "data", "counted"),
+    [
+        (True, 2e-3, False, "test", [7, 0]),
+        (False, 1e-3, True, "test", [5, 6]),
+        (True, 2e-3, False, "held-out", [0]),  # a run on held-out data only chooses
+    ],
 )
-def test_seed_0_chooses_the_rate(runs, higher, best, at_end, data):
+def test_seed_0_chooses_the_rate(runs, higher, best, at_end, data, counted):
     tried = {1e-3: [5, 6], 2e-3: [7, 0], 3e-3: [6, 9]}
     rows = runs(*(("one", own, {"lr": lr, "selected_on": data}) for lr, own in tried.items()))
     chosen = results.at_best(rows, "top1", higher=higher)
-    counted = slice(1 if data == "held-out" else 0, None)  # a run on held-out data only chooses
-    assert list(chosen["top1"]) == tried[best][counted]
-    assert set(chosen["lr"]) == {best}
-    assert set(chosen["at_end"]) == {at_end}
+    assert list(chosen["top1"]) == counted
+    assert {*chosen["lr"], *chosen["at_end"]} == {best, at_end}
 
 
-def test_a_difference_beyond_its_interval_is_bold(sweep):
+def test_a_difference_is_bold_beyond_its_interval_and_inside_the_grid(sweep):
     assert report.table(sweep(*NINE), ["one", "two"])[0].splitlines() == [
         "|  | top-1 % | paper | difference |",
         "| --- | --- | --- | --- |",
@@ -98,9 +102,6 @@ def test_a_difference_beyond_its_interval_is_bold(sweep):
     near = sweep(("one", [3, 4, 5], {}), ("two", [1, 2, 3], {}))
     assert near.compared("one", "two") == "+2.00 ± 2.27"
     assert sweep(("one", [1], {}), ("two", [5], {})).compared("one", "two") == "−4.00 ± nan"
-
-
-def test_at_the_end_of_a_grid_there_is_no_verdict(sweep):
     tried = sweep(*NINE, ("one", [9], {"lr": 2e-3}))
     assert tried.compared("one", "two") == "+9.00 ± 2.27"
     assert "| first one | 0.001* | 11.00 |" in report.table(tried, ["one", "two"])[0]
@@ -109,71 +110,53 @@ def test_at_the_end_of_a_grid_there_is_no_verdict(sweep):
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"commit": "89ba24c"}, "**Not one commit, one torch and a clean tree.**"),
-        ({"commit": "7e196e7-dirty"}, "**Not one commit, one torch and a clean tree.**"),
-        ({"commit": "7e196e7+89ba24c"}, "**Not one commit, one torch and a clean tree.**"),
-        ({"torch": "2.15.0"}, "**Not one commit, one torch and a clean tree.**"),
+        ({"commit": "89ba24c"}, MIXED),
+        ({"commit": "7e196e7-dirty"}, MIXED),
+        ({"commit": "7e196e7+89ba24c"}, MIXED),
+        ({"torch": "2.15.0"}, MIXED),
         ({"selected_on": "test"}, "Rates were chosen on test data: seed 0's result chose and also"),
         ({"selected_on": "held-out"}, "Rates were chosen on held-out training data."),
     ],
 )
 def test_a_caption_tells_how_runs_were_made(sweep, other, words):
-    plain = report.caption(sweep(("one", [1, 2, 3], {}), ("two", [1, 2, 3], {})), "n 3")
+    plain = report.caption(sweep(*NINE), "n 3")
     assert "σ of top-1 % 1.0 (4 degrees of freedom), two means of 3 differ beyond 2.3." in plain
     assert words not in plain
-    assert words in report.caption(sweep(("one", [1, 2, 3], {}), ("two", [1, 2, 3], other)), "")
+    assert words in report.caption(sweep(NINE[0], ("two", [1, 2, 3], other)), "")
 
 
 def test_ways_to_get_a_size(sweep):
-    alone = ("alone_50", [50, 51], {}), ("alone_100", [90, 91], {})
     sizes = {"top1_at_0.5": 70, "pruned_at_0.5": 20, "flops": 3e12}
-    made = sweep(*alone, ("one", [92, 93], sizes))
-    assert report.table(made, ["alone_50", "alone_100", "one"])[0].splitlines()[2:] == [
+    names, values = ["alone_50", "alone_100", "one"], ([50, 51], [90, 91], [92, 93])
+    made = sweep(*zip(names, values, ({}, {}, sizes), strict=True))
+    assert report.table(made, names)[0].splitlines()[2:] == [
         "| alone | 0 | 50.50 | 90.50 |",
         "| first one | 3 | **70.00** | 92.50 |",
         "| first one, pruned | 3 | **20.00** |  |",
     ]
 
 
-def test_a_run_is_read_back_and_answers_other_questions(path):
-    row = {**ONE, "top1": 50.25, "also": "that/a this/b"}
-    results.append(row, NO_CURVES, path, path.with_suffix(".parquet"))
-    rows = results.read(path)
-    assert list(rows["question"] + "/" + rows["variant"]) == ["which/one", "that/a", "this/b"]
-    assert list(rows.index) == [0, 0, 0]
-    assert {key: rows.iloc[0][key] for key in row} == row
-    assert rows["perplexity"].isna().all()
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"speed": 1}, "no column ['speed']: add it at the end of the header"),
-        ({"commit": None}, "needs ['commit']"),
-        ({}, "already has the run"),
-    ],
-)
-def test_what_cannot_be_appended(runs, path, change, words):
-    runs(("one", [1], {}))
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match=re.escape(words)):
-        results.append({**ONE, **change}, NO_CURVES, path, path)
-    assert path.read_bytes() == before
-
-
-def test_a_run_is_appended_whole_or_not_at_all(runs, path, monkeypatch):
-    runs(("two", [1], {}))
-    before, curves = path.read_bytes(), path.with_suffix(".parquet")
+def test_a_run_is_appended_whole_or_not_at_all_and_once(runs, path, monkeypatch):
+    curves = path.with_suffix(".parquet")
     curve = pd.DataFrame({"kind": "loss", "x": [1, 2], "value": [0.5, 0.25], "layer": ""})
+    row = {**ONE, "top1": 50.25, "also": "that/a this/b"}
     calls = iter([os.replace, lambda *paths: pytest.fail("stopped")])
     monkeypatch.setattr(os, "replace", lambda *paths: next(calls)(*paths))
     with pytest.raises(pytest.fail.Exception, match="stopped"):
-        results.append(ONE, curve, path, curves)
-    assert path.read_bytes() == before
+        results.append(row, curve, path, curves)
+    assert not path.exists()
     monkeypatch.undo()
-    results.append(ONE, curve, path, curves)
-    assert path.read_bytes().startswith(before)
-    assert list(pd.read_parquet(curves)["value"]) == [0.5, 0.25]  # once
+    results.append(row, curve, path, curves)
+    assert list(pd.read_parquet(curves)["value"]) == [0.5, 0.25]
+    rows, before = results.read(path), path.read_bytes()
+    assert list(rows["question"] + "/" + rows["variant"]) == ["which/one", "that/a", "this/b"]
+    assert list(rows.index) == [0, 0, 0]
+    assert {key: rows.iloc[0][key] for key in row} == row
+    with pytest.raises(ValueError, match="already has the run"):
+        results.append(row, curve, path, curves)
+    with pytest.raises(ValueError, match=re.escape("no column ['speed']: add it at the end")):
+        results.append({**row, "seed": 1, "speed": 1}, curve, path, curves)
+    assert path.read_bytes() == before
 
 
 def test_tables_are_written_and_checked(sweep, path, monkeypatch, tmp_path):
@@ -200,15 +183,12 @@ def test_tables_are_written_and_checked(sweep, path, monkeypatch, tmp_path):
         report.main()
 
 
-def test_every_run_of_the_repository_is_there_once():
+def test_the_charts_of_the_repository_are_drawn(monkeypatch, tmp_path):
     rows = results.read()
     assert not rows.duplicated(results.RUN).any()
     curves = pd.read_parquet(results.CURVES)[results.RUN].drop_duplicates()
     assert len(curves.merge(rows, on=results.RUN)) == len(curves)
-
-
-def test_the_charts_are_drawn(monkeypatch, tmp_path):
     (tmp_path / "figures").mkdir()
     monkeypatch.setattr(charts, "FOLDER", tmp_path)
-    charts.draw(report.sweeps(results.read()))
+    charts.draw(report.sweeps(rows))
     assert len(list(tmp_path.glob("figures/*.png"))) == 5
