@@ -42,18 +42,20 @@ def draw(found: Mapping[str, Sweep]) -> None:
         for axes, name in zip(panels, ("softmax", "layernorm"), strict=True):
             sweep = found[f"{name}/{BASE}"]
             means, places = sweep.means["top1"][[*sweep.variants]], range(len(sweep.variants))
-            axes.errorbar(means, places, xerr=interval(sweep), fmt="o")
+            width = noise(sweep.best, "top1").half_width(sweep.n)
+            axes.errorbar(means, places, xerr=width, fmt="o")
             axes.set_yticks(places, [each.label for each in sweep.variants.values()])
             axes.invert_yaxis()
             axes.set_xlim(49, 61)
     with chart("growth", "images, × 3: top-1 (%)", "text, × 4: perplexity") as (images, text):
         for axes, key, times in ((images, f"stages/{BASE}", 3), (text, "lm_stages/lm_micro", 4)):
-            sweep, width = found[key], interval(found[key])
+            sweep, metric = found[key], found[key].question.metric
+            width = noise(sweep.best, metric).half_width(sweep.n)
             runs = sweep.best.groupby("variant").first()
             spent = runs["flops"] + runs["start"].map(runs["flops"]).fillna(0)
             for label, names in STAGES.items():
                 own = [name.format(times) for name in names]
-                means = sweep.means.loc[own, sweep.question.metric]
+                means = sweep.means.loc[own, metric]
                 axes.errorbar(spent[own], means, width, marker="o", capsize=2, label=label)
             axes.set(xscale="log", xlabel="training FLOPs")
     with chart("first_steps", "perplexity after growth") as (axes,):
@@ -66,11 +68,6 @@ def draw(found: Mapping[str, Sweep]) -> None:
     with chart("nested", "top-1 (%) over the share of the pairs") as (axes,):
         for way, means in by_size(found[f"nested/{BASE}"], WAYS)[0].iterrows():
             axes.plot(means.dropna(), marker="o", label=way)
-
-
-def interval(sweep: Sweep) -> float:
-    """Return half of the interval of a mean."""
-    return noise(sweep.best, sweep.question.metric).half_width(sweep.n)
 
 
 @contextmanager

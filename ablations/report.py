@@ -40,7 +40,7 @@ class Sweep(NamedTuple):
     best: Any  # of those at the best rate of their variant
     means: Any  # DataFrame of their means, by variant
     n: int  # seeds of most variants
-    metrics: list[str]  # columns with the result, or with that of each of several texts
+    metrics: dict[str, str]  # column and heading of the result, or of that of each text
 
     def compared(self, one: str, other: str) -> str:
         """Format a difference: in bold beyond its interval, if no rate is at the end of a grid."""
@@ -62,8 +62,10 @@ def sweeps(rows: pd.DataFrame) -> dict[str, Sweep]:
         variants = {each: known[each] for each in sorted(runs.groups, key=[*known].index)}
         key = f"{key}/{options.replace(' ', '/')}" if key in found else key
         means, n = runs.mean(numeric_only=True), int(runs.size().mode().max())
-        each_text = list(best.filter(like="perplexity/").dropna(axis=1))
-        metrics = each_text if len(each_text) > 1 else [question.metric]
+        found_texts = best.filter(like="perplexity/").dropna(axis=1)
+        metrics = {each: each.removeprefix("perplexity/") for each in found_texts}
+        if len(metrics) < 2:
+            metrics = {question.metric: question.metric.replace("top1", "top-1 %")}
         found[key] = Sweep(question, variants, own, best, means, n, metrics)
     return found
 
@@ -85,11 +87,6 @@ def texts(values: Any, form: str) -> Any:
     return values.map(form.format).where(values.notna(), "")
 
 
-def heading(metric: str) -> str:
-    """Return the heading of a column."""
-    return metric.removeprefix("perplexity/").replace("top1", "top-1 %")
-
-
 def table(sweep: Sweep, names: Sequence[str], *, brief: bool = False) -> tuple[str, str]:
     """Render a table of some variants, and what is the same in all of its rows."""
     runs = sweep.best.groupby("variant")
@@ -109,8 +106,8 @@ def table(sweep: Sweep, names: Sequence[str], *, brief: bool = False) -> tuple[s
     if sweep.means.filter(like="_at_").notna().any(axis=None):
         return sizes_table(sweep, names), shared
     columns = columns.loc[:, ~same]
-    for metric in sweep.metrics:
-        columns[heading(metric)] = texts(mean[metric], "{:.2f}")
+    for metric, heading in sweep.metrics.items():
+        columns[heading] = texts(mean[metric], "{:.2f}")
     variants = [sweep.variants[name] for name in names]
     columns["paper"] = [str(each.paper or "") for each in variants]
     columns["difference"] = [
@@ -133,19 +130,17 @@ def by_size(sweep: Sweep, names: Sequence[str]) -> tuple[Any, Any]:
     A way is several variants with names such as ``alone_25``, or a variant that is measured at
     several sizes, in columns such as ``top1_at_0.25``.
     """
-    found = []
+    values, costs = {}, {}
     for kind, how in (("top1", ""), ("pruned", ", pruned"), ("top_k", ", top-k")):
         for name in names:
             number, label = re.search(r"_(25|50|75|100)$", name), sweep.variants[name].label
             way, own = (label.rpartition(", ")[0], int(number[1]) / 100) if number else (label, 1)
             measured = sweep.means.loc[name].filter(regex=f"^{kind}(_at_|$)").dropna()
             for column, value in measured.items():
-                size = str(column).partition("_at_")[2]
-                found.append((way + how, name, float(size or own), value))
-    values = pd.DataFrame(found, columns=["way", "variant", "size", "value"])
-    flops = values.drop_duplicates(["way", "variant"])
-    flops = flops["variant"].map(sweep.means["flops"]).groupby(flops["way"]).sum()
-    return values.pivot_table("value", "way", "size", sort=False).sort_index(axis=1), flops
+                values[way + how, float(column.partition("_at_")[2] or own)] = value
+                costs[way + how, name] = sweep.means.loc[name, "flops"]
+    flops = pd.Series(costs).groupby(level=0).sum()
+    return pd.Series(values).unstack(sort=False).sort_index(axis=1), flops
 
 
 def sizes_table(sweep: Sweep, names: Sequence[str]) -> str:
@@ -168,10 +163,10 @@ def caption(sweep: Sweep, shared: str) -> str:
     chosen = {"": "", "held-out": "Rates were chosen on held-out training data. "}
     chosen["test"] = "Rates were chosen on test data: seed 0's result chose and also counts. "
     text += "".join(chosen[data] for data in rows["selected_on"].unique())
-    for metric in sweep.metrics:
+    for metric, heading in sweep.metrics.items():
         for what, pooled in (("", noise), (" of runs from the same models", paired_noise)):
             if (own := pooled(sweep.best, metric)).degrees:
-                text += f"σ of {heading(metric)}{what} {own.sigma:#.2g} ({own.degrees} degrees of "
+                text += f"σ of {heading}{what} {own.sigma:#.2g} ({own.degrees} degrees of "
                 text += f"freedom), two means of {n} differ beyond {own.half_width(n, n):#.2g}. "
     commits = dict.fromkeys("+".join(rows["commit"]).split("+"))  # a resumed run may have two
     versions = rows["torch"].unique()
