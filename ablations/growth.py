@@ -24,10 +24,9 @@ from sweep import Question, Variant, main
 
 GROWTH = """What does growth save? Grown TokenFormers, TokenFormers from scratch, and grown ViTs.
 
-A TokenFormer has a quarter of the config's pairs, then half, then all, each for a third of the
-epochs, in one learning rate schedule (arXiv:2410.23168, Section 3.3). *Random* pairs do not keep
-what the model computes. The ViT grows by its hidden layers (Net2Net, arXiv:1511.05641), or by its
-blocks (stacking, Gong et al. 2019), which does not keep it."""
+A TokenFormer has a quarter of the pairs, then half, then all, in equal parts of one schedule
+(arXiv:2410.23168, Section 3.3). Random pairs do not keep what it computes. The ViT grows by hidden
+neurons (Net2Net, arXiv:1511.05641), or by blocks (stacking, Gong et al. 2019)."""
 LM_GROWTH = """What does growth save a language model? Against models from scratch, and Net2Net.
 
 As for images, from an eighth of the pairs, in quarters of the iterations. In the paper, growth by
@@ -40,9 +39,9 @@ many FLOPs: the small model's are *sunk*, *shared* with the two that grow from i
 full. Random pairs have τ kept or, *as released*, that of the new number of pairs."""
 GROWTH_START = """What does growth cost in its first steps, and what makes it cheaper?
 
-A language model with half of the config's pairs gets all of them after the first iteration of a
-stage, which lasts a fifth of the iterations. *New pairs, × 3* have a larger learning rate. *Noise*
-is that of [the authors' advice](https://github.com/Haiyang-W/TokenFormer/issues/11)."""
+A language model with half of the pairs gets all of them in a stage of a fifth of the iterations.
+*New pairs, × 3* have a larger learning rate. *Noise* is
+[the authors' advice](https://github.com/Haiyang-W/TokenFormer/issues/11)."""
 LM_SCHEDULES = """How often should a language model grow? In 20, 10 or 5 equal steps to one size.
 
 A course report of 2024 has these schedules (G64, G128, G256), resets the optimiser's moments at
@@ -50,6 +49,7 @@ each growth, and has a constant learning rate; here it follows the config's sche
 
 
 Part = Callable[[Sizes, float], Mapping[str, int]]  # a method that returns a share of the full size
+Small = Mapping[str, tuple[str, float]]  # label and share of all pairs, by name
 References = Mapping[str, tuple[str, Change]]  # label and change, by the start of names
 
 INITS = {
@@ -96,16 +96,9 @@ def at_start(size: Size, **how: Any) -> Change:
 
 
 def in_one_schedule(
-    small: Mapping[str, tuple[str, float]], unit: str, short: float, others: Iterable[Variant]
+    small: Small, unit: str, short: float, others: Iterable[Variant]
 ) -> Iterator[Variant]:
-    """Compare models that have their size from the start with growth through these sizes.
-
-    Args:
-        small: Label and share of all pairs of each smaller model, by name.
-        unit: What a run is counted in.
-        short: Share of the run after which the grown models have cost as much.
-        others: The Transformers.
-    """
+    """Compare growth with models that have one size; ``short`` is the share that costs as much."""
     for name, (label, share) in small.items():
         yield Variant(name, f"{label} of the pairs", share_of_pairs(share))
     yield Variant("large", "all pairs: the largest", base_model)
@@ -188,13 +181,9 @@ def grown(
         text = f"{label}, {text}, {stage} %"
         yield Variant(own, text, change, start="small", compare=compare)
     for prefix, (text, _) in references.items():
-        yield Variant(
-            f"{name}_{prefix}net2net_{stage}",
-            f"{text}, {label}, Net2Net, {stage} %",
-            several(at_start(theirs), length),
-            start=f"{prefix}reference",
-            compare=(f"{name}_{prefix}reference",),
-        )
+        own, small = f"{name}_{prefix}net2net_{stage}", f"{prefix}reference"
+        change, text = several(at_start(theirs), length), f"{text}, {label}, Net2Net, {stage} %"
+        yield Variant(own, text, change, start=small, compare=(f"{name}_{small}",))
 
 
 def first_steps() -> Iterator[Variant]:

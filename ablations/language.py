@@ -32,11 +32,11 @@ A TokenFormer with half of the config's pairs, and Transformers with as many wei
 6). The texts are folders beside that of the config or of --data-root."""
 LANGUAGES = """Can a model learn languages in turn, and forget none, if each has its own pairs?
 
-*Masked*: a language is trained and read with only its own pairs, which start at random; all outside
-the blocks trains, or is *frozen* after English. *Unmasked*: all pairs are active and train. Texts
-are folders beside that of the config or of --data-root; the newest pairs read an untrained one."""
+*Masked*: a language is trained and read with only its own pairs; what is outside the blocks trains,
+or is *frozen* after English. The newest pairs read a language that was not trained yet. Texts are
+folders beside that of the config or of --data-root."""
 
-BOOKS, NEWS = "gutenberg", "newstest_en"
+TEXTS = BOOKS, NEWS = ("gutenberg", "newstest_en")
 LANGUAGE_OF = {"newstest_en": "English", "newstest_fr": "French", "newstest_es": "Spanish"}
 
 
@@ -71,7 +71,7 @@ def masked(text: str, **how: Any) -> Change:
 
 def continued() -> Iterator[Variant]:
     """Yield models on books, and what becomes of them on news."""
-    books, news = on(BOOKS, (BOOKS, NEWS)), on(NEWS, (BOOKS, NEWS))
+    books, news = on(BOOKS, TEXTS), on(NEWS, TEXTS)
     yield Variant("first", "TokenFormer", several(share_of_pairs(1 / 2), books))
     yield Variant("same", "TokenFormer → not grown", news, start="first")
     for init, label in (("zero_key", "zero keys"), ("random", "random")):

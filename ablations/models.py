@@ -52,9 +52,8 @@ class Sizes:
 
     def hidden(self, share: float = 1, pairs: float = 1) -> dict[str, int]:
         """Return a share of the neurons of the Transformer that has the weights of some pairs."""
-        number = round(pairs * self.pairs_of_block)
         remedy = "give --variants without the matched Transformers"
-        whole = matched_hidden(self.embed_dim, number, remedy)
+        whole = matched_hidden(self.embed_dim, round(pairs * self.pairs_of_block), remedy)
         return {"hidden_features": max(1, round(share * whole))}
 
     def depth(self, share: float) -> dict[str, int]:
@@ -207,13 +206,12 @@ def pairs_by_width(attention: float, ffn: float | None = None) -> Change:
 
 def matched_vit(cfg: Config, sizes: Sizes) -> None:
     """Use timm's ViT of the TokenFormer's width and depth with as many weights."""
-    ours, timms = (
-        inspect.signature(model).parameters.keys() for model in (TokenFormerViT, VisionTransformer)
-    )
+    ours, timms = map(inspect.signature, (TokenFormerViT, VisionTransformer))
+    only_ours = ours.parameters.keys() - timms.parameters.keys()
     backbone = cfg["model"]["backbone"]
     distilled = backbone["model_name"].endswith("_distilled")
     cfg["model"]["backbone"] = {
-        **{key: value for key, value in backbone.items() if key not in ours - timms},
+        **{key: value for key, value in backbone.items() if key not in only_ours},
         "model_name": "deit_base_distilled_patch16_224" if distilled else "vit_base_patch16_224",
         **sizes.outside,
         **sizes.blocks,
@@ -222,11 +220,7 @@ def matched_vit(cfg: Config, sizes: Sizes) -> None:
 
 
 def transformer(positions: str, hidden: Size = Sizes.hidden) -> Change:
-    """Use a Transformer of the TokenFormer's width and depth for language.
-
-    ``learned`` positions have the form of GPT-2, and ``rotary`` that of GPT-NeoX, which rotates as
-    many dimensions as the TokenFormer.
-    """
+    """Use a Transformer of the TokenFormer's width, depth and rotation for language."""
 
     def change(cfg: Config, sizes: Sizes) -> None:
         rotary = positions == "rotary"
