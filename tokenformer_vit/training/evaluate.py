@@ -165,8 +165,7 @@ def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]
     writer = csv.writer(lines, lineterminator="\n")
     writer.writerow(columns)
     for row in rows:
-        # A spreadsheet computes a cell that begins like this; after ' it is text.
-        computed = ("=", "+", "-", "@")
+        computed = ("=", "+", "-", "@")  # by a spreadsheet; after ' it is text
         writer.writerow([f"'{cell}" if str(cell).startswith(computed) else cell for cell in row])
     write_whole(path, lines.getvalue().encode(errors="backslashreplace"))
 

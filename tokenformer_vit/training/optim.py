@@ -68,10 +68,7 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
     mmengine makes a group for each parameter, and PyTorch's optimisers update one group at a time.
     ``fused`` or ``foreach`` in the optimiser's config overrides the implementation, unless it is
-    None. The type of an optimiser of timm has its module: ``timm.optim.Lamb``.
-
-    With timm's ``Muon``, the parameter tokens and the other matrices of the blocks have
-    ``use_muon=True``. Its AdamW updates the rest, with the same learning rate.
+    None. With timm's ``Muon``, the matrices of the blocks have ``use_muon=True``.
     """
 
     def add_params(self, params: list, module: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -38,10 +38,9 @@ from .models.backbone import num_classes
 class ResultsHook(Hook):
     """At the end of a run, draw its curves, export its model, and write its record.
 
-    The curves are those of the whole run. The export is the model that is validated, for
-    ``timm.create_model("local-dir:WORK_DIR", pretrained=True)``. A run that timm cannot express
-    says so at its start, and has ``not_exported`` in its record. ``record.json`` is the last file:
-    a run with a record is finished. Its ``seconds`` count from ``resumed_at_iteration``.
+    The curves are those of the whole run; the export is the model that is validated. A run that
+    timm cannot express says so at its start, and has ``not_exported`` in its record. The record is
+    the last file: a run with it is finished. Its ``seconds`` count from ``resumed_at_iteration``.
     """
 
     priority = "LOWEST"
@@ -162,8 +161,7 @@ def draw_curves(
 ) -> None:
     """Draw loss, figures of validation, and learning rate, from :func:`read_scalars`, into a PNG.
 
-    All panels share one x axis: epochs, or iterations where validation counts these
-    (``iters_per_epoch=None``). A dotted line shows each of the iterations ``growth``.
+    The x axis is epochs, or iterations with ``iters_per_epoch=None``; ``growth`` are iterations.
     """
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     panels = loss, validation, rate = figure.subplots(1, 3, sharex=True)

@@ -21,8 +21,7 @@ from torchvision.transforms import InterpolationMode, v2
 class Torchvision(BaseTransform):
     """A transform of ``torchvision.transforms.v2``, applied to a tensor.
 
-    Configs name it, as in ``dict(type="v2/RandomCrop", size=32, padding=4)``; ``interpolation`` may
-    be a word.
+    Configs name it, as in ``dict(type="v2/Resize", size=32, interpolation="bicubic")``.
     """
 
     def __init__(self, inner: v2.Transform) -> None:
@@ -89,11 +88,7 @@ _OF_BGR = (stock.Contrast, stock.ColorTransform)
 
 @TRANSFORMS.register_module()
 class FastRandAugment(stock.RandAugment):
-    """mmpretrain's ``RandAugment`` for images in RGB, faster.
-
-    It draws the same random numbers and gives the same images. Fill colours (``hparams.pad_val``)
-    are RGB.
-    """
+    """mmpretrain's ``RandAugment`` for images and fill colours in RGB: the same images, faster."""
 
     def transform(self, results: dict) -> dict:
         """Apply operations that are chosen at random to ``img``, (H, W, 3) uint8."""

@@ -120,8 +120,7 @@ class GrowthHook(Hook):
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Grow to the size of the checkpoint, before its weights are loaded."""
-        loaded = checkpoint.get("state_dict", checkpoint)
-        loaded = {name.removeprefix("module."): tensor for name, tensor in loaded.items()}
+        loaded = checkpoint["state_dict"]
         optimizer = getattr(runner.optim_wrapper, "optimizer", None)
         if not isinstance(optimizer, Optimizer):
             optimizer = None  # a test has none, or only its config
