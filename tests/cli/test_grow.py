@@ -74,7 +74,7 @@ def test_checkpoints_are_grown_by_the_name_of_their_model(tmp_path):
         ("nothing.pth", ["--ffn", 96], "there is no checkpoint file nothing.pth"),
         ("run", ["--ffn", 60], "has 64 pairs and cannot grow to 60"),
         ("run", [], "give a new number of pairs: --qkv, --proj or --ffn"),
-        ("vit", ["--ffn", 96], "only a TokenFormer can grow"),
+        ("vit", ["--ffn", 96], "VisionTransformer has no Pattention layer; give a TokenFormer"),
     ],
 )
 def test_what_cannot_be_grown_is_said(source, words, message, tmp_path, monkeypatch):

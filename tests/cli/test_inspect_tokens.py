@@ -138,7 +138,7 @@ def test_maps_show_the_strongest_pairs(model, checkpoint, photos, tmp_path, caps
         expected = weights[..., entry["token"]]
         torch.testing.assert_close(map_.flatten(1), expected, atol=2e-5, rtol=1e-4)
         assert entry["peaks"] == pytest.approx(expected.amax(dim=1).tolist(), abs=2e-4)
-    run(checkpoint.parent, photos, "--tokens", "17,5,17", "--out", tmp_path)
+    run(checkpoint.parent, photos, "--tokens", 17, 5, 17, "--out", tmp_path)
     assert [entry["token"] for entry in record(tmp_path)["tokens"]] == [17, 5]
 
 
@@ -208,8 +208,8 @@ def test_broken_images_are_named_and_skipped(checkpoint, photos, tmp_path, capsy
     [
         (["--layer", "blocks.7.mlp"], "'blocks.7.mlp'.* blocks.2.mlp"),
         (["--layer", "blocks.1.attn"], "choose one, such as"),  # has layers, is none
-        (["--tokens", "5,192"], "no pair 192; give numbers from 0 to 191"),
-        (["--tokens", "5,-1"], "--tokens"),
+        (["--tokens", 5, 192], "no pair 192; give numbers from 0 to 191"),
+        (["--tokens", 5, -1], "--tokens"),
         (["--top", 33], "at most 32"),
         (["--exemplars", 33], "at most 32"),
     ],
@@ -221,11 +221,11 @@ def test_what_cannot_be_drawn_is_said(words, said, checkpoint, photos, tmp_path)
 
 def test_other_and_diverged_models_are_refused(photos, tmp_path):
     vit = timm.create_model("vit_tiny_patch16_224", depth=1)
-    with pytest.raises(InputError, match="VisionTransformer has no parameter tokens; give a"):
+    with pytest.raises(InputError, match="VisionTransformer has no Pattention layer; give a"):
         inspection.inspect_pairs(vit, [photos / "0.png"])
     model = build()
     torch.nn.init.constant_(model.blocks[1].mlp.key_param_tokens, float("nan"))
     with pytest.raises(InputError, match=r"blocks\.1\.mlp are not finite"):
         inspection.inspect_pairs(model, [photos / "0.png"])
-    with pytest.raises(InputError, match=r"33 images are too many for maps.*--exemplars"):
+    with pytest.raises(InputError, match=r"at most 32 images, not 33.*--exemplars"):
         inspection.inspect_pairs(build(), [photos / "0.png"] * 33)

@@ -14,7 +14,6 @@ the original model gives. FLOPs are counted, not timed. The command writes compr
 compression.png into --out, and with --save every smaller model, as folders that timm loads.
 """
 
-import argparse
 import random
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,25 @@ from .arguments import Parser, add_model, whole_number
 
 def main(argv: list[str]) -> None:
     """Run the command line."""
-    args, chosen, batches = _parse(argv), [], []
+    parser = Parser(prog="tokenformer-vit compress", description=__doc__)
+    add_model(parser)
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="exported folder, file, or model")
+    add("data", metavar="DATA", help="data with a train and a val split, as for training")
+    add("--method", nargs="+", choices=compression.METHODS, help="default: prune, nested; top-k")
+    what = "shares of pairs; default: nested sizes, or 0.75 0.5 0.25"
+    add("--keep", nargs="+", type=float, metavar="SHARE", help=what)
+    kinds = compression.KINDS
+    add("--kinds", nargs="+", choices=kinds, default=kinds, help="of layers; default: all")
+    add("--measure-on", metavar="FOLDER", help="training images; default: those of DATA")
+    add("--measure-images", type=whole_number(1), default=1000, metavar="N", help="default: 1000")
+    add("--seed", type=whole_number(0), default=0, help="seed of the images; default: 0")
+    add("--save", action="store_true", help="also write the smaller models")
+    add("--out", type=Path, metavar="FOLDER", help="default: compression/ beside the checkpoint")
+    args = parser.parse_args(argv)
+    if wrong := [share for share in args.keep or () if not 0 < share <= 1]:
+        parser.error(f"--keep: {wrong[0]} is not a share above 0 and at most 1")
+    chosen, batches = [], []
     model: Any = load_model(args.model, args.checkpoint, **args.model_kwargs)
     pattention_layers(model.to(args.device))  # refuses a model without pairs
     methods = args.method or ["nested" if compression.is_nested(model) else "prune", "top-k"]
@@ -65,25 +82,3 @@ def main(argv: list[str]) -> None:
         if each.method != "top-k":
             save_model(each.model, out / f"{each.method}_{each.keep:g}")
     print(f"Done. In {out}: compression.json, compression.png" + ", models" * args.save)
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="tokenformer-vit compress", description=__doc__)
-    add_model(parser)
-    add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="exported folder, file, or model")
-    add("data", metavar="DATA", help="data with a train and a val split, as for training")
-    add("--method", nargs="+", choices=compression.METHODS, help="default: prune, nested; top-k")
-    what = "shares of pairs; default: nested sizes, or 0.75 0.5 0.25"
-    add("--keep", nargs="+", type=float, metavar="SHARE", help=what)
-    kinds = compression.KINDS
-    add("--kinds", nargs="+", choices=kinds, default=kinds, help="of layers; default: all")
-    add("--measure-on", metavar="FOLDER", help="training images; default: those of DATA")
-    add("--measure-images", type=whole_number(1), default=1000, metavar="N", help="default: 1000")
-    add("--seed", type=whole_number(0), default=0, help="seed of the images; default: 0")
-    add("--save", action="store_true", help="also write the smaller models")
-    add("--out", type=Path, metavar="FOLDER", help="default: compression/ beside the checkpoint")
-    args = parser.parse_args(argv)
-    if wrong := [share for share in args.keep or () if not 0 < share <= 1]:
-        parser.error(f"--keep: {wrong[0]} is not a share above 0 and at most 1")
-    return args

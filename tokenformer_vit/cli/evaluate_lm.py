@@ -23,8 +23,6 @@ from tokenformer_vit.records import environment, write_record
 
 from .arguments import Parser, device, whole_number
 
-_COLUMNS = ("tokens", "loss", "perplexity", "bits_per_byte", "word_perplexity")
-
 
 def main(argv: list[str]) -> None:
     """Run the command."""
@@ -55,12 +53,11 @@ def main(argv: list[str]) -> None:
     if not stride <= context <= (most or context):
         raise InputError(f"{limits} does not hold: give smaller numbers")
     texts = {}
-    print("text", *_COLUMNS, sep="\t")
     for name, tokens, sizes in _texts(args, model.config.vocab_size):
         how = {"batch_size": args.batch_size, "amp": args.amp, "title": name}
         values = text_values(*measure_text(model, tokens, context, stride, **how), *sizes)
-        cells = (values[column] for column in _COLUMNS)
-        print(name, *("–" if cell is None else f"{cell:.5g}" for cell in cells), sep="\t")
+        found = (f"{key} {value:.5g}" for key, value in values.items() if value is not None)
+        print(name, *found, sep="\t")
         texts[name] = values
     out = args.out or args.model / "evaluation.json"
     record = {**environment(args.device.type), "model": str(args.model), "mask": args.mask}

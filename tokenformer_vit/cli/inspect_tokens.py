@@ -39,7 +39,8 @@ def main(argv: list[str]) -> None:
     add("--layer", metavar="NAME", help="such as blocks.0.attn.query; default: mlp in the middle")
     number, what = whole_number(1), f"images of each pair, at most {MOST}, in place of maps"
     add("--exemplars", type=number, default=0, metavar="N", help=what)
-    add("--tokens", type=_numbers, default=(), metavar="5,17", help="default: the largest weights")
+    what = "numbers of pairs; default: those with the largest weights, or the most selective"
+    add("--tokens", nargs="+", type=whole_number(0), default=(), metavar="P", help=what)
     add("--top", type=number, default=8, metavar="K", help="number of pairs; default: 8")
     args = parser.parse_args(argv)
     make_folder(args.out, "--out")
@@ -53,7 +54,3 @@ def main(argv: list[str]) -> None:
     print(f"Done. {record['layer']}: {args.out / 'tokens.png'}, {args.out / 'tokens.json'}")
     if record["skipped"]:
         sys.exit(1)
-
-
-def _numbers(text: str) -> list[int]:
-    return [whole_number(0)(part.strip()) for part in text.split(",")]

@@ -198,10 +198,8 @@ def labels_for(model_classes: Sequence[str], data_classes: Sequence[str]) -> lis
     found = [numbers.get(name, numbers.get(folder, -1)) for name, folder in pairs]
     if -1 in found:
         there = f"{', '.join(model_classes[:5])}, ... ({len(model_classes)})"
-        raise InputError(
-            f"the data have a class {named[found.index(-1)]!r}, but the model has {there}: give "
-            "the data that it was trained on"
-        )
+        other = f"the data have a class {named[found.index(-1)]!r}, but the model has {there}"
+        raise InputError(f"{other}: give the data that it was trained on")
     return found
 
 
@@ -221,15 +219,11 @@ def folder_names(names: Sequence[str]) -> list[str]:
 def unpack(images: LabelledImages, folder: Path, split: str) -> None:
     """Write the images that are missing into class folders, with their bytes unchanged."""
     names = folder_names(images.classes)
-    stems = [
-        f"{names[label]}/{split}_{row:07d}"
-        for label, row in zip(images.labels.tolist(), images.rows.tolist(), strict=True)
-    ]
+    places = zip(images.labels.tolist(), images.rows.tolist(), strict=True)
+    stems = [f"{names[label]}/{split}_{row:07d}" for label, row in places]
     there = {str(path.relative_to(folder).with_suffix("")) for path in folder.glob("*/[!.]*")}
-    others = there.difference(stems) | {path.name for path in folder.glob("[!.]*")}.difference(
-        names
-    )
-    if others:
+    folders = {path.name for path in folder.glob("[!.]*")}
+    if others := there.difference(stems) | folders.difference(names):
         raise InputError(f"{folder} holds others, such as {min(others)}: choose another folder")
     for name in names:  # also without images: other libraries number the folders
         (folder / name).mkdir(parents=True, exist_ok=True)

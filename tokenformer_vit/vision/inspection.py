@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.models import TokenFormerViT
 
 from .images import read_images
 
@@ -34,18 +33,12 @@ def token_weights(model: nn.Module, images: Tensor, layer: str) -> Tensor:
     hook = module.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
     # Compiled code would leave out the hook.
     with hook, torch.compiler.set_stance("force_eager"):
-        model.forward_intermediates(  # type: ignore[operator]
-            images,
-            indices=[int(layer.split(".")[1])],
-            stop_early=True,
-            intermediates_only=True,
-            output_fmt="NLC",
-        )
+        how = {"stop_early": True, "intermediates_only": True, "output_fmt": "NLC"}
+        block = int(layer.split(".")[1])
+        model.forward_intermediates(images, indices=[block], **how)  # type: ignore[operator]
     weights = module.weights(inputs[0][:, model.num_prefix_tokens :])  # type: ignore[misc]
     if not weights.isfinite().all():
-        raise InputError(
-            f"weights in {layer} are not finite: the training diverged; use an earlier checkpoint"
-        )
+        raise InputError(f"weights in {layer} are not finite: use an earlier checkpoint")
     if module.num_used == module.num_param_tokens:
         return weights
     every = weights.new_zeros(*weights.shape[:-1], module.num_param_tokens)
@@ -78,21 +71,13 @@ def inspect_pairs(
     if max(number := (len(tokens) or top, exemplars)) > MOST:
         raise InputError(f"cannot draw {max(number)} pairs or exemplars; give at most {MOST}")
     if not exemplars and len(paths) > MOST:
-        raise InputError(
-            f"{len(paths)} images are too many for maps, which show at most {MOST}: give fewer "
-            "images, or show the exemplars of a data set (--exemplars 9)"
-        )
+        shown = f"maps show at most {MOST} images, not {len(paths)}"
+        raise InputError(f"{shown}: give fewer, or show the exemplars of all (--exemplars 9)")
     own: Any = model.to(device)
     grid = own.patch_embed.dynamic_feat_size(resolve_input_data_config(own)["input_size"][1:])
-    record: dict[str, Any] = {
-        "layer": layer,
-        "theta": module.theta,
-        "num_param_tokens": module.num_param_tokens,
-        "grid": list(grid),  # rows and columns of patches
-        "patch_size": list(own.patch_embed.patch_size),
-        "images": [],
-        "skipped": [],
-    }
+    record: dict[str, Any] = {"layer": layer, "theta": module.theta, "images": [], "skipped": []}
+    record["num_param_tokens"] = module.num_param_tokens
+    record |= {"grid": list(grid), "patch_size": list(own.patch_embed.patch_size)}
     stream = _stream(model, paths, batch_size, device, record)
     if not exemplars:
         return {**record, "tokens": _maps(stream, grid, tokens, top)}
@@ -101,8 +86,6 @@ def inspect_pairs(
 
 
 def _find_layer(model: nn.Module, name: str | None) -> tuple[str, Pattention]:
-    if not isinstance(model, TokenFormerViT):
-        raise InputError(f"{type(model).__name__} has no parameter tokens; give a TokenFormer")
     layers = pattention_layers(model)
     if name is None:
         # Early blocks see little more than colours and edges. In the last block, patches do not
@@ -135,12 +118,9 @@ def _maps(stream: Iterator[Tensor], grid: Any, tokens: Sequence[int], top: int) 
     """Return for each pair all weights of each image, and the largest (``peaks``)."""
     weights = torch.cat([each.cpu() for each in stream])  # (B, N, P)
     peaks = weights.amax(dim=1)  # (B, P)
+    maps = weights.unflatten(1, grid)  # (B, rows, columns, P)
     return [
-        {
-            "token": token,
-            "peaks": _plain(peaks[:, token]),
-            "weights": _plain(weights[:, :, token].unflatten(1, grid)),
-        }
+        {"token": token, "peaks": _plain(peaks[:, token]), "weights": _plain(maps[..., token])}
         for token in tokens or _largest(peaks.amax(dim=0), top)
     ]
 
