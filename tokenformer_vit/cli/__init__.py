@@ -1,10 +1,8 @@
 """The commands: ``tokenformer-vit train``, ``tokenformer-vit predict`` and so on.
 
-A command is a module of this package, in ``COMMANDS``, with a function ``main(argv)``. It parses
-these words by the ``Parser`` of ``arguments``, which also has the options that several commands
-share. A wrong option, like any wrong input, raises an ``InputError``. :func:`run` calls such a
-function, also that of a script outside the package, as ``run(main)``: an ``InputError`` becomes one
-line on stderr and status 2, Ctrl-C status 130, and all else keeps its traceback.
+A command is a module in ``COMMANDS`` with a function ``main(argv)``. :func:`run` calls it, also
+that of a script outside the package: an ``InputError`` becomes one line on stderr and status 2,
+Ctrl-C status 130, and all else keeps its traceback. ``arguments`` has the shared options.
 """
 
 import argparse

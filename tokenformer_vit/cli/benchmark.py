@@ -12,7 +12,6 @@ same parameters (released) and the baseline, eager and with compiled blocks, in 
 GPT-2, or with --positions rotary a GPT-NeoX. Mode train is forward and backward pass and a step of
 AdamW; prefill is the forward pass up to the last token's logits; decode adds the last 32 tokens
 (half of a sequence below 64) with the cache. autocast computes in bfloat16 with float32 weights.
-The record is rewritten after each group of mode, precision and batch size.
 """
 
 import argparse

@@ -113,12 +113,8 @@ def _from_gpt2(args: argparse.Namespace, language: Any) -> None:
 def _from_released(args: argparse.Namespace, language: Any) -> None:
     names = ("num_heads", "context_length", "eps")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    config, weights = language.from_released(language.read_released(args.path), **given)
-    with torch.device("meta"):
-        model = language.TokenFormerForCausalLM(language.TokenFormerConfig(**vars(config)))
-    model.model.load_state_dict(weights, assign=True)
-    model.tie_weights()
-    print(f"{model.num_parameters():,} parameters, {config.num_heads} heads")
+    model = language.released.load_released(args.path, **given)
+    print(f"{model.num_parameters():,} parameters, {model.config.num_heads} heads")
     _save(language, model, args.target, args.tokenizer)
 
 

@@ -1,7 +1,6 @@
 """Append pairs to a trained model without changing its outputs.
 
-From an exported folder, a checkpoint of any TokenFormer, or a model in this package, to a new
-folder::
+From an exported folder, a checkpoint of any TokenFormer, or a model in this package::
 
     tokenformer-vit grow work_dirs/run work_dirs/run_grown --ffn 3072 --qkv 768 --proj 768
     tokenformer-vit grow checkpoint.pth grown --model tokenformer_base --ffn 6144

@@ -7,8 +7,7 @@ Maps of a few images: one row for each image, one map of weights for each pair::
 Exemplars from a data set: one row for each pair, with the images for which its weight is largest
 and a frame around the patch::
 
-    tokenformer-vit inspect work_dirs/run data/val --exemplars 9 --layer blocks.3.mlp \
---out inspection
+    tokenformer-vit inspect work_dirs/run data/val --exemplars 9 --out inspection
 
 The command writes tokens.png and its numbers, tokens.json, into the folder --out. CHECKPOINT is an
 exported folder, or any checkpoint of the model that --model names. A file that is not a readable
@@ -39,14 +38,13 @@ def main(argv: list[str]) -> None:
     add("--layer", metavar="NAME", help="such as blocks.0.attn.query; default: mlp in the middle")
     number, what = whole_number(1), f"images of each pair, at most {MOST}, in place of maps"
     add("--exemplars", type=number, default=0, metavar="N", help=what)
-    what = "numbers of pairs; default: those with the largest weights, or the most selective"
-    add("--tokens", nargs="+", type=whole_number(0), default=(), metavar="P", help=what)
-    add("--top", type=number, default=8, metavar="K", help="number of pairs; default: 8")
+    add("--tokens", nargs="+", type=whole_number(0), default=(), metavar="P", help="pairs")
+    add("--top", type=number, default=8, metavar="K", help="or the K strongest pairs; default: 8")
     args = parser.parse_args(argv)
     make_folder(args.out, "--out")
     model = load_model(args.model, args.checkpoint, **args.model_kwargs)
-    chosen = (args.layer, args.tokens, args.top, args.exemplars)
-    record = inspect_pairs(model, list_images(args.images), *chosen, args.batch_size, args.device)
+    chosen = (args.layer, args.tokens, args.top, args.exemplars, args.batch_size, args.device)
+    record = inspect_pairs(model, list_images(args.images), *chosen)
     draw = draw_exemplars if args.exemplars else draw_maps
     draw(record, model, args.out / "tokens.png")
     about = {**environment(args.device.type), "checkpoint": str(args.checkpoint)}

@@ -21,7 +21,7 @@ from tokenformer_vit.layers.block import token_arguments
 from tokenformer_vit.models import LMConfig, TokenFormerDecoder, lm_config
 from tokenformer_vit.ops import default_tau
 
-from .modeling import TokenFormerForCausalLM
+from .modeling import TokenFormerConfig, TokenFormerForCausalLM
 
 _EMBEDDING = "sequential.0.word_embeddings.weight"
 _KEYS, _VALUES = "key_param_tokens", "value_param_tokens"
@@ -123,6 +123,16 @@ def from_released(
         tau = default_tau(config.theta, len(result[name]))
         result[name.replace(_KEYS, "tau")] = torch.tensor(tau, dtype=torch.float32)
     return config, result
+
+
+def load_released(path: Path, **arguments: Any) -> TokenFormerForCausalLM:
+    """Load a checkpoint of the authors' code; ``arguments`` are those of :func:`from_released`."""
+    config, weights = from_released(read_released(path), **arguments)
+    with torch.device("meta"):
+        model = TokenFormerForCausalLM(TokenFormerConfig(**vars(config)))
+    model.model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    return model
 
 
 def to_released(model: TokenFormerDecoder | TokenFormerForCausalLM) -> dict[str, Tensor]:
