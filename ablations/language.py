@@ -23,8 +23,7 @@ from sweep import Question, Variant, main
 TRANSFORMER = """How does a TokenFormer language model compare with a Transformer of its width C?
 
 *Matched* has a Transformer's weights and FLOPs: ¾ C pairs in each of q, k, v and o, 3 C in the
-feed-forward layer. The released models have as many pairs as channels; *halved feed-forward* is as
-small as in a course report of 2024."""
+feed-forward layer. *Halved feed-forward* is as small as in a course report of 2024."""
 CONTINUE = """What does growth do when training continues with new text?
 
 A TokenFormer with half of the config's pairs, and Transformers with as many weights, train on books

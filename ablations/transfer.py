@@ -38,9 +38,8 @@ def classify(share: float, scratch: bool) -> Change:
     """Train a classifier on a share of the labels."""
 
     def change(cfg: Config, sizes: Sizes) -> None:
-        length = cfg["train_cfg"]["max_epochs"]
-        times = 1 if share == 1 else TIMES
-        cfg["train_cfg"]["max_epochs"] = length * (times + TIMES if scratch else times)
+        times = (1 if share == 1 else TIMES) + (TIMES if scratch else 0)
+        cfg["train_cfg"]["max_epochs"] *= times
         cfg["train_dataloader"]["dataset"]["share"] = share
         if scratch:
             cfg["model"]["backbone"]["checkpoint_path"] = ""
@@ -142,12 +141,10 @@ TUNED = (
     Variant("lora_large", "ViT, LoRA, more", lora(16)),
     Variant("vit_full", "ViT, the whole model", several(vit, whole)),
 )
-QUESTIONS = tuple(
-    Question(*about, same_size=False, from_scratch=False)  # decoders have parameters, too
-    for about in (
-        ("mae", "Masked autoencoders", MAE, tuple(with_mae())),
-        ("tuning", "Tuning", TUNING, TUNED),
-    )
+MAES = tuple(with_mae())
+QUESTIONS = (
+    Question("mae", "Masked autoencoders", MAE, MAES, same_size=False, from_scratch=False),
+    Question("tuning", "Tuning", TUNING, TUNED, same_size=False, from_scratch=False),
 )
 
 if __name__ == "__main__":
