@@ -57,6 +57,8 @@ def make_folder(folder: Path, option: str) -> None:
     """Make a folder for results before hours of work; refuse the ``option`` that names it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("it is read-only")
     except OSError as error:
         raise InputError(f"cannot make {folder} ({error}): choose another {option}") from error
 

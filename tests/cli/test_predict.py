@@ -65,7 +65,7 @@ def by_hand(model, path):
 
 def test_answers_are_those_of_the_model(model, exported, photos, tmp_path, run):
     # Three batches, the last of one image; the model and its classes come from config.json.
-    words = ["--checkpoint", exported, "--batch-size", 2, "--out", tmp_path / "table.csv"]
+    words = ["--checkpoint", exported, "--batch-size", 2, "--out", tmp_path / "new" / "table.csv"]
     answers = run(photos, "--json", *words)
     assert [answer["file"] for answer in answers] == [str(photos / name) for name in NAMES]
     for answer in answers:
@@ -76,7 +76,7 @@ def test_answers_are_those_of_the_model(model, exported, photos, tmp_path, run):
         values = torch.tensor([guess["probability"] for guess in answer["top"]])
         torch.testing.assert_close(values, expected[order])
     assert len({json.dumps(answer["top"]) for answer in answers}) == 5
-    rows = iter(csv.DictReader((tmp_path / "table.csv").open()))
+    rows = iter(csv.DictReader((tmp_path / "new" / "table.csv").open()))
     for answer in answers:
         for rank, guess in enumerate(answer["top"], 1):
             cells = [answer["file"], rank, guess["label"], guess["index"], guess["probability"]]
@@ -93,7 +93,7 @@ def test_what_was_printed_stays_after_an_interruption(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(predict, "predict", interrupted)
-    table = tmp_path / "table.csv"
+    table = tmp_path / "new" / "table.csv"
     with pytest.raises(KeyboardInterrupt):
         predict.main([str(photos), "--checkpoint", str(exported), "--out", str(table)])
     assert capsys.readouterr().out == f"{photos / 'a.jpg'}\tcat 100.00%\n"

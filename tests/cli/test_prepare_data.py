@@ -143,6 +143,10 @@ def test_what_to_do_must_be_clear(words):
     refused("give SOURCE and TARGET, or --digits TARGET, or --check TARGET", *words)
 
 
+def test_other_splits_are_not_left_out_without_a_word(tmp_path):
+    refused("--splits names train and val, not test", "in", tmp_path, "--splits", "test=test")
+
+
 def test_digits(tmp_path):
     digits = pytest.importorskip("sklearn.datasets").load_digits()
     run("--digits", tmp_path / "out")

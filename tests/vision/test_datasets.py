@@ -209,6 +209,13 @@ def test_folders_without_splits(tmp_path):
     assert class_images(tmp_path / "cat") == {}
 
 
+def test_a_stray_parquet_file_does_not_hide_folders(tmp_path):
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    Image.new("RGB", (4, 4)).save(tmp_path / "train" / "cat" / "a.png")
+    (tmp_path / "labels.parquet").touch()
+    assert find_splits(tmp_path) == {"train": tmp_path / "train"}
+
+
 def test_labels_are_compared_by_name():
     assert labels_for(NAMES, NAMES) == [0, 1, 2]
     assert labels_for(NAMES, ["ant", "cat"]) == [0, 2]

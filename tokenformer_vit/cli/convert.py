@@ -1,17 +1,12 @@
 """Convert a ViT, a GPT-2 or the authors' language models to a TokenFormer with the same outputs.
 
-A ViT: a timm name with its pretrained weights, hf-hub:USER/NAME, an exported folder, or a
-checkpoint (with --model, if it was not trained here). Both models are compared on the images::
+A ViT is a timm name with its pretrained weights, hf-hub:USER/NAME, an exported folder, or a
+checkpoint (with --model, if it was not trained here); both models are compared on the images. A
+GPT-2 is a folder of transformers; its tokenizer goes along. Released language models are a file, or
+a checkpoint of the authors' training: a file, or a folder with one for each layer::
 
     tokenformer-vit convert vit_small_patch16_224 converted --images photos
-
-A folder with a GPT-2 of transformers; its tokenizer goes along::
-
     tokenformer-vit convert gpt2 tokenformer_gpt2
-
-A file of the released language models, or a checkpoint of the authors' training, a file or a folder
-with one for each layer; and back to a file of the released code::
-
     tokenformer-vit convert model.bin tokenformer_150m --tokenizer tokenizer.json
     tokenformer-vit convert tokenformer_150m model.bin --to-released
 """

@@ -1,7 +1,4 @@
-"""Classify images: one line for each, with its likeliest classes.
-
-With an exported folder, a checkpoint of any timm model, or the small model in this package, which
-knows the ten classes of CIFAR-10::
+"""Classify images by an exported folder, a checkpoint of a timm model, or a model by its name.
 
     tokenformer-vit predict cat.jpg photos/ --checkpoint work_dirs/run
     tokenformer-vit predict cat.jpg --model tokenformer_base --checkpoint weights.safetensors
@@ -15,10 +12,12 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import make_folder
 from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.models.checkpoints import find_weights, load_model
 from tokenformer_vit.vision.images import list_images
@@ -40,6 +39,8 @@ def main(argv: list[str]) -> None:
     add_model(parser)
     args = parser.parse_args(argv)
     images, checkpoint = list_images(args.images), args.checkpoint
+    if args.out:
+        make_folder(args.out.parent, "--out")
     if checkpoint is None and args.model and find_weights(Path(args.model)).is_file():
         checkpoint = Path(args.model)
     model = load_model(args.model, checkpoint, **args.model_kwargs)
@@ -48,7 +49,8 @@ def main(argv: list[str]) -> None:
     if args.compile:
         compile_blocks(model)
     unreadable = 0
-    with open(args.out or os.devnull, "w", newline="", buffering=1) as file:
+    text: Any = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
+    with open(args.out or os.devnull, "w", buffering=1, **text) as file:
         table = csv.writer(file)
         table.writerow(["file", "rank", "class", "index", "probability"])
         for path, top in predict(model, images, args.topk, args.batch_size, args.device):

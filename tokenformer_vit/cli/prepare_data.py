@@ -33,6 +33,8 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if (args.source is None) != (args.digits or args.check) or (args.digits and args.check):
         parser.error("give SOURCE and TARGET, or --digits TARGET, or --check TARGET")
+    if unknown := args.splits.keys() - {"train", "val"}:
+        parser.error(f"--splits names train and val, not {min(unknown)}")
     if args.check:
         read = read_images(list_images([args.target]), {"input_size": (3, 1, 1)}, batch_size=32)
         bad = [image for batch in read for _, image in batch if isinstance(image, InputError)]

@@ -120,7 +120,8 @@ def find_splits(source: str | Path, split: str = "") -> dict[str, Any]:
     if not folder.is_dir():
         raise InputError(f"there is no folder {source}: give one, or hf://datasets/OWNER/NAME")
     splits: dict[str, Any] = {}
-    for path in sorted(folder.rglob("*.parquet")):
+    of_classes = any((folder / "train").glob("*/*"))  # beside which a parquet file is a stray one
+    for path in () if of_classes else sorted(folder.rglob("*.parquet")):
         name = path.stem.split("-")[0]  # of train-00000-of-00001.parquet or train/0000.parquet
         splits.setdefault(path.parent.name if name.isdecimal() else name, []).append(path)
     if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):

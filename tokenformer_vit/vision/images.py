@@ -52,6 +52,8 @@ def read_image(path: str | Path, content: bytes | None = None) -> Image.Image:
     as timm does. Values of 16 or 12 bits keep their upper 8 bits.
     """
     with opened(path, content) as image:
+        if max(image.size) > 200 * min(image.size):  # resized, it could fill the memory
+            raise InputError(f"{image.width} × {image.height} pixels are no photograph")
         ImageOps.exif_transpose(image, in_place=True)  # also decodes
         if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
             # Pillow's conversion would clip at 255. For 16-bit colours it takes the upper byte.
@@ -65,7 +67,7 @@ def read_image(path: str | Path, content: bytes | None = None) -> Image.Image:
 
 def read_pixels(path: str | Path, content: bytes | None = None) -> np.ndarray:
     """Return the image of :func:`read_image`, (H, W, 3) uint8; it is faster for common JPEGs."""
-    if simplejpeg is not None:
+    if simplejpeg is not None and (content is not None or os.path.isfile(path)):
         with suppress(Exception):  # Pillow says what is wrong with a file, if anything
             data = Path(path).read_bytes() if content is None else content
             with opened(path, data) as image:
@@ -133,8 +135,7 @@ def read_images(
 ) -> Iterator[list[tuple[Path, Tensor | InputError]]]:
     """Yield batches of images, each with its path, or with the error of reading it.
 
-    Other processes read the next batches meanwhile. ``samples`` are paths or ``LabelledImages``,
-    ``config`` is timm's data config.
+    Other processes read the next batches meanwhile. ``samples`` are paths or ``LabelledImages``.
     """
     transform = create_transform(**config, is_training=False)
     workers = min(8, os.cpu_count() or 1) if len(samples) > batch_size else 0
