@@ -8,7 +8,6 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
-from mmengine.dist import is_main_process
+from mmengine.dist import master_only
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmpretrain.models.peft import LoRAModel
@@ -28,18 +27,19 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import measure_usage, nest, pattention_layers, reorder
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.split import fuse_tokens
+from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.models.vit import draw_prefix_tokens
-from tokenformer_vit.training.checkpoint import rng_state, set_rng_state
 from tokenformer_vit.training.distributed import unwrap
-from tokenformer_vit.training.export import export_classifier, run_facts, validated_model
+from tokenformer_vit.training.export import (
+    as_timm_model,
+    preprocessing,
+    run_facts,
+    validated_model,
+)
 from tokenformer_vit.training.models.backbone import TimmClassificationBackbone
-from tokenformer_vit.vision.compression import candidates
+from tokenformer_vit.vision.compression import candidates, measure_top1
 
 HELD_OUT = 5000  # examples, but at most a tenth of a training set
-LAYERS_FILE = "diagnostics.jsonl"
-# Images in one forward and backward pass, in float32 and in addition to the run's own memory.
-_CHUNK = 16
-_WRAPPER = "backbone.module."  # before the names of a model with LoRA
 
 
 def held_out_of(size: int) -> list[int]:
@@ -62,12 +62,11 @@ class ProbeBackbone(TimmClassificationBackbone):
 
     Args:
         model_name: Name of the timm model.
-        stem_seed: Seed for all weights outside the blocks (patch embedding, class token,
-            positions, final norm). With the same width and image size, a ViT and TokenFormers of
-            any Θ and number of pairs then start from the same weights there. The blocks and the
-            global random generators do not change. Not for loaded weights.
-        frozen_norms: Freeze weight and bias of every LayerNorm in the blocks. From scratch they are
-            1 and 0, and the model computes as if it had none; its checkpoints stay the same.
+        stem_seed: Seed for all weights outside the blocks: with the same width and image size, a
+            ViT and TokenFormers of any Θ and pairs start from the same weights there. The blocks
+            and the global random generators do not change. Not for loaded weights.
+        frozen_norms: Freeze every LayerNorm in the blocks: from scratch, the model computes as if
+            they had no weight and bias.
         nested_tau: Initial τ of the smaller sizes of a nested model: ``scaled`` by the number of
             pairs, or ``kept`` from all pairs.
         **kwargs: Other arguments of :class:`TimmClassificationBackbone`.
@@ -110,11 +109,9 @@ class ProbeBackbone(TimmClassificationBackbone):
 
 @MODELS.register_module()
 class LoRABackbone(LoRAModel):
-    """mmpretrain's ``LoRAModel`` (arXiv:2106.09685) with checkpoints of the whole model.
+    """mmpretrain's ``LoRAModel`` (arXiv:2106.09685), which exports an ordinary model.
 
-    ``LoRAModel`` removes everything but LoRA's weights from a state dict, also the step count of an
-    averaged model, so a resumed run would start a new average. Here nothing is removed. The export
-    is an ordinary model: the low-rank products are added to the weights.
+    A resumed run needs the whole state dict, from which ``LoRAModel`` removes all but LoRA.
     """
 
     @property
@@ -137,7 +134,7 @@ class LoRABackbone(LoRAModel):
             merged[f"{own}.weight"] = weight + layer.scaling * (up @ down)
             if (bias := merged.pop(f"{own}.original_layer.bias", None)) is not None:
                 merged[f"{own}.bias"] = bias
-        return {name.replace(_WRAPPER, "backbone.", 1): part for name, part in merged.items()}
+        return {name.replace("backbone.module.", "backbone.", 1): merged[name] for name in merged}
 
 
 @HOOKS.register_module()
@@ -162,51 +159,27 @@ class NoiseHook(Hook):
 
 @HOOKS.register_module()
 class DiagnosticsHook(Hook):
-    """Measure the Pattention layers during a run, into ``diagnostics.jsonl``.
+    """Measure the Pattention layers at each validation, on its first images, without a change."""
 
-    The main process sends the same validation examples through a copy of the model
-    (:func:`diagnose`), and appends a line of JSON. The training does not change, to the last bit:
-    the random generators are restored. A model without Pattention gets no file.
+    def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        """Note what is measured; a resumed run repeats a validation."""
+        if batch_idx == 0:
+            first = {name: values[:64] for name, values in data_batch.items()}
+            known = runner.message_hub.runtime_info.get("layers") or {}
+            found = {**known, runner.iter: diagnose(unwrap(runner.model), first)}
+            runner.message_hub.update_info("layers", found)
 
-    There are ``times`` measurements, evenly spaced, and one before the training.
-    """
-
-    def __init__(self, times: int = 20, examples: int = 64) -> None:
-        self.times, self.examples = times, examples
-        self._batches: list[dict[str, Any]] = []
-
-    def before_train(self, runner) -> None:
-        """Read the examples, and measure the model that training starts from.
-
-        A resumed run repeats the measurement that was due at its checkpoint, because the run may
-        have been killed during it.
-        """
-        if not measured_layers(unwrap(runner.model)) or not is_main_process():
-            return
-        if runner.iter == 0:  # left by a run that ended before its first checkpoint
-            Path(runner.work_dir, LAYERS_FILE).unlink(missing_ok=True)
-        state, loader = rng_state(), runner.val_dataloader  # whose pipeline may draw numbers
-        size = len(loader.dataset)
-        chosen = random.Random(0).sample(range(size), min(self.examples, size))
-        for start in range(0, len(chosen), _CHUNK):
-            samples = [loader.dataset[index] for index in chosen[start : start + _CHUNK]]
-            self._batches.append(loader.collate_fn(samples))
-        set_rng_state(state)
-        self._measure(runner, runner.iter)
-
-    def after_train_iter(self, runner, *_args: Any, **_kwargs: Any) -> None:
-        """Measure, if it is due."""
-        self._measure(runner, runner.iter + 1)
-
-    def _measure(self, runner, iteration: int) -> None:
-        due = {round(place * runner.max_iters / self.times) for place in range(self.times + 1)}
-        if iteration not in due or not self._batches:
-            return
-        state = rng_state()
-        found = {"iteration": iteration, **diagnose(unwrap(runner.model), self._batches)}
-        set_rng_state(state)
-        with Path(runner.work_dir, LAYERS_FILE).open("a") as file:
-            file.write(f"\n{json.dumps(found)}\n")  # a killed run may have left half a line
+    @master_only
+    def after_train(self, runner) -> None:
+        """Write what was measured, as rows of curves."""
+        rows = [
+            {"kind": kind, "x": iteration, "value": value, "layer": layer}
+            for iteration, layers in runner.message_hub.get_info("layers").items()
+            for layer, figures in layers.items()
+            for kind, value in figures.items()
+            if math.isfinite(value)
+        ]
+        Path(runner.work_dir, "layers.json").write_text(json.dumps(rows))
 
 
 def measured_layers(model: nn.Module) -> dict[str, Pattention]:
@@ -218,50 +191,41 @@ def measured_layers(model: nn.Module) -> dict[str, Pattention]:
     }
 
 
-def diagnose(model: nn.Module, batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Measure the Pattention layers of a classifier or language model on some examples.
+def diagnose(model: nn.Module, batch: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Measure the Pattention layers of a classifier on some images.
 
-    A copy is measured, in float32, in evaluation mode, without compiled code, and with all pairs.
-    For each layer there are L2 norms of the parameter tokens and of their gradients by ``loss``,
-    the mean cross-entropy; τ; and two means over the input tokens. ``entropy`` is that of the
-    absolute weights, normalised to sum 1, over ln P: 1 if all pairs weigh the same, 0 if one has it
-    all. ``kurtosis`` is the excess kurtosis of the P scores. Tokens with equal scores, or zero
-    weights, do not count. Numbers that are not finite are None.
+    A copy is measured, in float32 and evaluation mode. For each layer there are τ, L2 norms of the
+    parameter tokens and of their gradients by the mean cross-entropy, and two means over the input
+    tokens. ``entropy`` is that of the absolute weights, normalised to sum 1, over ln P: 1 if all
+    pairs weigh the same, 0 if one has it all. ``kurtosis`` is the excess kurtosis of the P scores.
+    Tokens with equal scores, or zero weights, do not count.
     """
     copied: Any = copy.deepcopy(model).float().eval().requires_grad_(False)
-    layers = measured_layers(copied)
-    seen: dict[str, list[Tensor]] = {name: [] for name in layers}  # of (2, tokens)
+    seen, layers = {}, measured_layers(copied)
     for name, layer in layers.items():
         fuse_tokens(layer)  # one gradient for all keys, instead of old and new ones apart
         layer.key_param_tokens.requires_grad_()
         layer.value_param_tokens.requires_grad_()
-        layer.register_forward_pre_hook(partial(_note_rows, seen[name]))
-    device = next(copied.parameters()).device.type
-    examples = sum(len(batch["inputs"]) for batch in batches)
-    loss = 0.0
-    with torch.enable_grad(), torch.autocast(device, enabled=False):
-        for batch in batches:
-            data = copied.data_preprocessor(batch, False)
-            part = _mean_loss(copied, data) * (len(batch["inputs"]) / examples)
-            part.backward()
-            loss += part.item()
-    return {"loss": _plain(loss), "layers": {n: _figures(m, seen[n]) for n, m in layers.items()}}
 
+        def note(layer: Any, inputs: tuple[Tensor, ...], name: str = name) -> None:
+            seen[name] = _shape_of_rows(*layer.scores_and_weights(inputs[0].flatten(0, -2)))
 
-def _mean_loss(model: Any, data: dict[str, Any]) -> Tensor:
-    """Return the mean cross-entropy of a batch, without the label smoothing of training."""
-    if "data_samples" not in data:
-        return F.cross_entropy(model(**data).float().flatten(0, 1), data["inputs"][:, 1:].flatten())
-    labels = torch.cat([sample.gt_label for sample in data["data_samples"]])
-    # Not by forward(): mmengine may have compiled it, for the original model.
-    logits = model.head(model.extract_feat(data["inputs"]))
-    return F.cross_entropy(logits, labels.to(logits.device))
+        layer.register_forward_pre_hook(note)
+    images, labels = _prepared(copied, batch)
+    with torch.enable_grad(), torch.autocast(images.device.type, enabled=False):
+        # Not by forward(): mmengine may have compiled it, for the original model.
+        F.cross_entropy(copied.head(copied.extract_feat(images)), labels).backward()
+    for name, layer in layers.items():
+        seen[name]["tau"] = layer.tau
+        for kind in ("key", "value"):
+            tokens = getattr(layer, f"{kind}_param_tokens")
+            seen[name] |= {f"{kind}_norm": tokens.norm(), f"{kind}_grad_norm": tokens.grad.norm()}
+    return {name: {kind: each.item() for kind, each in seen[name].items()} for name in layers}
 
 
 @torch.no_grad()
-def _note_rows(seen: list[Tensor], layer: Any, inputs: tuple[Tensor, ...]) -> None:
-    """Append entropy and kurtosis of every input token, (2, tokens), NaN where undefined."""
-    scores, weights = layer.scores_and_weights(inputs[0].flatten(0, -2))  # (tokens, P)
+def _shape_of_rows(scores: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Return the mean entropy of (tokens, P) weights, and the mean kurtosis of their scores."""
     shares = weights.abs() / weights.abs().sum(dim=-1, keepdim=True)
     entropy = torch.special.entr(shares).sum(dim=-1) / math.log(max(scores.shape[-1], 2))
     centred = scores - scores.mean(dim=-1, keepdim=True)
@@ -269,33 +233,23 @@ def _note_rows(seen: list[Tensor], layer: Any, inputs: tuple[Tensor, ...]) -> No
     # Rounding may leave a small deviation where all scores are equal.
     equal = deviation <= 1e-6 * scores.abs().amax(dim=-1, keepdim=True)
     kurtosis = (centred / deviation.masked_fill(equal, math.nan)).pow(4).mean(dim=-1) - 3
-    seen.append(torch.stack([entropy, kurtosis]))
+    return {"entropy": entropy.nanmean(), "kurtosis": kurtosis.nanmean()}
 
 
-def _figures(layer: Pattention, seen: list[Tensor]) -> dict[str, float | None]:
-    figures = {"tau": layer.tau}
-    for name, tokens in (("key", layer.key_param_tokens), ("value", layer.value_param_tokens)):
-        figures[f"{name}_norm"] = tokens.norm()
-        figures[f"{name}_grad_norm"] = (
-            torch.zeros(()) if tokens.grad is None else tokens.grad.norm()
-        )
-    entropy, kurtosis = torch.cat(seen, dim=1).nanmean(dim=1)
-    figures |= {"entropy": entropy, "kurtosis": kurtosis}
-    return {name: _plain(number.item()) for name, number in figures.items()}
-
-
-def _plain(number: float) -> float | None:
-    """Round to the digits of float32, and replace NaN, which JSON does not have, by None."""
-    return float(f"{number:.7g}") if math.isfinite(number) else None
+def _prepared(classifier: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Return images of a validation as a classifier sees them, and their labels."""
+    data = classifier.data_preprocessor(batch, False)
+    labels = torch.cat([sample.gt_label for sample in data["data_samples"]])
+    return data["inputs"], labels.to(data["inputs"].device)
 
 
 @HOOKS.register_module()
 class CompressionHook(Hook):
     """After training, measure the model with fewer pairs, and write it as a nested model.
 
-    ``record.json`` gets ``compression``: method, share of the pairs, FLOPs of a forward pass and
-    top-1 of each point. The folder ``nested`` in the work directory gets the model with its pairs
-    in the order of their usage on training images, and nested at the shares ``keep``.
+    ``record.json`` gets ``compression``: top-1 at each share ``keep`` of the pairs, by the name of
+    its column in results.csv. The folder ``nested`` gets the model with its pairs in the order of
+    their usage on training images, and nested at these shares.
     """
 
     priority = "VERY_LOW"  # before ResultsHook
@@ -309,31 +263,16 @@ class CompressionHook(Hook):
 
     def after_train(self, runner) -> None:
         """Measure and write."""
-        classifier = copy.deepcopy(validated_model(runner))
-        classifier.sandwich = False  # only the full size of each model is measured
-        model, loader = classifier.backbone.model, runner.train_dataloader
-        batches = islice(loader, math.ceil(self._images / loader.batch_size))
+        classifier, loader = validated_model(runner).eval(), runner.train_dataloader
         prepare = classifier.data_preprocessor
+        model = as_timm_model(classifier).to(prepare.device).eval()
+        batches = islice(loader, math.ceil(self._images / loader.batch_size))
         usage = measure_usage(model, (prepare(batch)["inputs"] for batch in batches))
-        points = []
-        for candidate in candidates(model, ("prune", "top-k"), self._keep, usage)[1:]:
-            classifier.backbone.model = candidate.model
-            point = {"method": candidate.method, "keep": candidate.keep}
-            with candidate.reading():
-                top1 = round(_top1(runner, classifier), 3)
-                points.append({**point, "flops": candidate.flops(), "top1": top1})
-        runner.message_hub.update_info("compression", points)
+        made = candidates(model, ("prune", "top-k"), self._keep, usage)
+        entries = measure_top1(made, (_prepared(classifier, b) for b in runner.val_dataloader))[1:]
+        names = {"prune": "pruned", "top-k": "top_k"}
+        found = {f"{names[e['method']]}_at_{e['keep']:g}": round(e["top1"], 3) for e in entries}
+        runner.message_hub.update_info("compression", found)
         nest(reorder(model, usage), self._keep, usage)
-        classifier.backbone.model = model
-        folder, metainfo = Path(runner.work_dir, "nested"), loader.dataset.metainfo
-        export_classifier(classifier, runner.cfg, metainfo, folder, run_facts(runner))
-
-
-@torch.no_grad()
-def _top1(runner: Any, classifier: Any) -> float:
-    """Validate a classifier on the validation images of a run."""
-    loop = runner.val_loop
-    classifier.eval()
-    for batch in loop.dataloader:
-        loop.evaluator.process(data_samples=classifier.val_step(batch), data_batch=batch)
-    return loop.evaluator.evaluate(len(loop.dataloader.dataset))["accuracy/top1"]
+        classes, images = loader.dataset.metainfo["classes"], preprocessing(runner.cfg)
+        save_model(model, Path(runner.work_dir, "nested"), classes, images, run_facts(runner))
