@@ -163,7 +163,7 @@ class DiagnosticsHook(Hook):
 
     def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
         """Note what is measured; a resumed run repeats a validation."""
-        if batch_idx == 0:
+        if batch_idx == 0 and measured_layers(unwrap(runner.model)):
             first = {name: values[:64] for name, values in data_batch.items()}
             known = runner.message_hub.runtime_info.get("layers") or {}
             found = {**known, runner.iter: diagnose(unwrap(runner.model), first)}
@@ -172,9 +172,10 @@ class DiagnosticsHook(Hook):
     @master_only
     def after_train(self, runner) -> None:
         """Write what was measured, as rows of curves."""
+        found: Any = runner.message_hub.runtime_info.get("layers") or {}
         rows = [
             {"kind": kind, "x": iteration, "value": value, "layer": layer}
-            for iteration, layers in runner.message_hub.get_info("layers").items()
+            for iteration, layers in found.items()
             for layer, figures in layers.items()
             for kind, value in figures.items()
             if math.isfinite(value)

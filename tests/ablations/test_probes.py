@@ -1,6 +1,7 @@
 """Measurements and baselines of ablations compute what they say, and leave a run as it is."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -10,7 +11,7 @@ from mmengine.registry import DefaultScope
 from mmpretrain.registry import MODELS
 from mmpretrain.structures import DataSample
 from net2net import stack_blocks, widen_mlp
-from probes import HeldOutImages, diagnose, held_out_of, measured_layers
+from probes import DiagnosticsHook, HeldOutImages, diagnose, held_out_of, measured_layers
 from torch import nn
 
 import tokenformer_vit.training  # noqa: F401  registers the backbone
@@ -48,6 +49,10 @@ def test_gradients_are_those_of_the_cross_entropy():
             expected = getattr(layer, f"{part}_param_tokens").grad.norm().item()
             assert found[name][f"{part}_grad_norm"] == pytest.approx(expected, rel=1e-4)
             assert expected > 0
+
+
+def test_a_model_without_pairs_is_not_measured():
+    DiagnosticsHook().after_val_iter(SimpleNamespace(model=build(VIT)), 0, {})
 
 
 def test_entropy_and_kurtosis_of_known_rows():
