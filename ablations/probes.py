@@ -172,7 +172,8 @@ class DiagnosticsHook(Hook):
     @master_only
     def after_train(self, runner) -> None:
         """Write what was measured, as rows of curves."""
-        found: Any = runner.message_hub.runtime_info.get("layers") or {}
+        hub: Any = runner.message_hub
+        found = hub.runtime_info.get("layers") or {}
         rows = [
             {"kind": kind, "x": iteration, "value": value, "layer": layer}
             for iteration, layers in found.items()
