@@ -4,12 +4,9 @@ Like every record it has the command, commit, date, hardware and versions. Its o
 
     device, threads            cpu or cuda; threads of a CPU operation
     unit                       image or token, written as UNIT below
-    model, baseline            timm names, or "matched-vit"; for language the preset, and
-                               "transformer" or "transformer, rotary"
-    img_size                   images only
-    num_tokens, config         language only: length of a sequence, fields of LMConfig
-    depth                      null if each model has its own depth
-    n                          number of rounds
+    model, baseline            timm names, "matched-vit"; a preset, "transformer[, rotary]"
+    img_size                   for language num_tokens of a sequence, and config, of LMConfig
+    depth, n                   null if each model has its own; number of rounds
     parameters                 {model, baseline}: number of parameters
     flops_per_UNIT             {model, baseline}: {mode: FLOPs}
     groups                     a list of
