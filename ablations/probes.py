@@ -161,10 +161,10 @@ class NoiseHook(Hook):
 class DiagnosticsHook(Hook):
     """Measure the Pattention layers at each validation, on its first images, without a change."""
 
-    def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+    def after_val_iter(self, runner, batch_idx, data_batch: Any = None, outputs=None) -> None:
         """Note what is measured; a resumed run repeats a validation."""
         if batch_idx == 0 and measured_layers(unwrap(runner.model)):
-            first = {name: values[:64] for name, values in data_batch.items()}
+            first = {name: data_batch[name][:64] for name in data_batch}
             known = runner.message_hub.runtime_info.get("layers") or {}
             found = {**known, runner.iter: diagnose(unwrap(runner.model), first)}
             runner.message_hub.update_info("layers", found)
