@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from mmengine.registry import LOOPS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
@@ -37,10 +37,12 @@ class ResumableIterLoop(IterBasedTrainLoop):
     intervals always count steps. A resumed run does not read the data before its start.
     """
 
+    max_iters, max_epochs = cast(Any, (0, 1))  # type: ignore  # in place of properties
+
     def __init__(self, runner, dataloader: Any, max_iters: int, val_interval: int = 1000) -> None:
         # mmengine's would start the workers here, at the beginning of the data.
         BaseLoop.__init__(self, runner, dataloader)
-        self._max_iters, self._max_epochs, self._epoch, self._iter = max_iters, 1, 0, 0
+        self.max_iters, self._epoch, self._iter = max_iters, 0, 0  # type: ignore
         self.val_begin, self.val_interval, self.stop_training = 1, val_interval, False
         loader: Any = self.dataloader
         runner.visualizer.dataset_meta = loader.dataset.metainfo
