@@ -36,7 +36,7 @@ from tokenformer_vit.models import from_vit
 from tokenformer_vit.records import environment
 
 FOLDER = Path(__file__).parent
-CUTOUT = 8
+CUTOUT, SAVE_EVERY = 8, 5  # pixels, epochs
 # On one CPU core, three seeds train in about 45 minutes.
 DEFAULTS = {
     "cuda": {"patch": 4, "width": 192, "depth": 6, "epochs": 60, "batch_size": 512},
@@ -168,7 +168,7 @@ def trained(args: argparse.Namespace, data: Images, seed: int) -> VisionTransfor
         torch.manual_seed(seed * 100_003 + epoch)  # a resumed training draws the same
         now, done = rates[epoch * steps : (epoch + 1) * steps], epoch + 1
         loss = train_steps(forward, optimizer, data, args.batch_size, now).item()
-        if done % args.save_every == 0 or done == args.epochs:
+        if done % SAVE_EVERY == 0 or done == args.epochs:
             saved = {"args": shape, "settings": settings, "epoch": done}
             saved |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             with whole_file(path) as file:
@@ -291,14 +291,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--csv", type=Path, default=FOLDER / "from_vit.csv")
     for name in ("patch", "width", "depth", "epochs", "batch-size"):
         parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--lr", type=float, help="default: 1e-3 × √(batch size / 512)")
-    parser.add_argument("--save-every", type=int, default=5, metavar="EPOCHS")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--limit", type=int, help="use only the first images, for a trial")
     args = parser.parse_args(words)
     for name, value in DEFAULTS[args.device].items():
         setattr(args, name, getattr(args, name) or value)
-    args.lr = args.lr or 1e-3 * math.sqrt(args.batch_size / 512)
+    args.lr = 1e-3 * math.sqrt(args.batch_size / 512)
     return args
 
 

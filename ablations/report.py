@@ -8,6 +8,7 @@ sweep (question and base) and its variants, and ``<!-- end -->``.
 """
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -144,9 +145,13 @@ def by_size(sweep: Sweep, names: Sequence[str]) -> tuple[Any, Any]:
 
 
 def sizes_table(sweep: Sweep, names: Sequence[str]) -> str:
-    """Render the results at each size; in bold where they differ from those of the first row."""
+    """Render the results at each size; in bold where they differ from those of the first row.
+
+    Nothing is in bold if a rate is at the end of its grid.
+    """
     sizes, flops = by_size(sweep, names)
-    width = noise(sweep.best, "top1").half_width(sweep.n, sweep.n)
+    at_end = sweep.best.loc[sweep.best["variant"].isin(names), "at_end"].any()
+    width = math.inf if at_end else noise(sweep.best, "top1").half_width(sweep.n, sweep.n)
     bold = ((sizes - sizes.iloc[0]).abs() > width).map(lambda differs: "**" * differs)
     columns = (bold + sizes.map("{:.2f}".format, na_action="ignore") + bold).fillna("")
     columns = columns.rename(columns="top-1 % at {:g}".format)

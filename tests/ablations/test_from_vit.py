@@ -11,9 +11,10 @@ def test_each_part_is_measured_once(shared_data, tmp_path, monkeypatch):
     monkeypatch.setattr(from_vit, "set_fused_attn", lambda on: None)  # it is for the process
     monkeypatch.setattr(from_vit, "TUNE_STEPS", 1)
     monkeypatch.setattr(from_vit, "ROUNDS", 1)
+    monkeypatch.setattr(from_vit, "SAVE_EVERY", 1)
     words = ["--data", str(shared_data("cifar10")), "--csv", str(tmp_path / "rows.csv")]
     words += ["--device", "cpu", "--seeds", "0", "--limit", "64", "--width", "12", "--depth", "2"]
-    words += ["--epochs", "2", "--save-every", "1", "--batch-size", "32", "--no-compile"]
+    words += ["--epochs", "2", "--batch-size", "32", "--no-compile"]
     words += ["--work-dir", str(tmp_path)]
     train_steps, calls = from_vit.train_steps, []
 
