@@ -209,10 +209,12 @@ def matched_vit(cfg: Config, sizes: Sizes) -> None:
     ours, timms = map(inspect.signature, (TokenFormerViT, VisionTransformer))
     only_ours = ours.parameters.keys() - timms.parameters.keys()
     backbone = cfg["model"]["backbone"]
-    distilled = backbone["model_name"].endswith("_distilled")
+    name = "vit_conv_stem" if backbone.get("stem") == "conv" else "vit_base_patch16_224"
+    if backbone["model_name"].endswith("_distilled"):
+        name = "deit_base_distilled_patch16_224"
     cfg["model"]["backbone"] = {
         **{key: value for key, value in backbone.items() if key not in only_ours},
-        "model_name": "deit_base_distilled_patch16_224" if distilled else "vit_base_patch16_224",
+        "model_name": name,
         **sizes.outside,
         **sizes.blocks,
     }

@@ -21,6 +21,8 @@ from mmengine.registry import HOOKS
 from mmpretrain.models.peft import LoRAModel
 from mmpretrain.models.peft.lora import LoRALinear
 from mmpretrain.registry import DATASETS, MODELS
+from timm.models import VisionTransformer, register_model
+from timm.models.vision_transformer import vit_base_patch16_224
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
@@ -28,7 +30,7 @@ from tokenformer_vit.growth import measure_usage, nest, pattention_layers, reord
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.split import fuse_tokens
 from tokenformer_vit.models.checkpoints import save_model
-from tokenformer_vit.models.vit import draw_prefix_tokens
+from tokenformer_vit.models.vit import ConvStem, draw_prefix_tokens
 from tokenformer_vit.training.distributed import unwrap
 from tokenformer_vit.training.export import (
     as_timm_model,
@@ -54,6 +56,12 @@ def HeldOutImages(dataset: Mapping[str, Any], held_out: bool) -> Any:
     chosen = held_out_of(size)
     indices = chosen if held_out else sorted({*range(size)} - {*chosen})
     return DATASETS.build({**dataset, "indices": indices})
+
+
+@register_model
+def vit_conv_stem(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
+    """Build timm's ViT with the stem of ``stem="conv"``."""
+    return vit_base_patch16_224(pretrained, embed_layer=ConvStem, **kwargs)
 
 
 @MODELS.register_module()

@@ -254,6 +254,8 @@ class Sweep:
             cfg["model"]["backbone"] |= {"type": "ProbeBackbone", "stem_seed": seed}
         if hold:
             hold_out(cfg)
+            key = length_key(cfg)
+            cfg["train_cfg"][key] = self.args.lr_length or cfg["train_cfg"][key]
         hooks = [{"type": "CostHook"}, *[{"type": "DiagnosticsHook"}] * self.question.diagnose]
         present = cfg.get("custom_hooks") or []
         cfg["custom_hooks"] = [*present, *(hook for hook in hooks if hook not in present)]
@@ -486,6 +488,7 @@ def parse(questions: Mapping[str, Question], words: Sequence[str]) -> argparse.N
     add("question", choices=names, nargs="?" if len(names) == 1 else None, default=names[0])
     add("--config", required=True, help="such as configs/cifar10_micro_50k.py")
     add("--lr", type=float, nargs="+", help="learning rates; of several, seed 0 finds the best")
+    add("--lr-length", type=whole_number(1), help="epochs or iterations of these runs of seed 0")
     add("--seeds", type=whole_number(1), default=1, metavar="N", help="runs of each variant")
     add("--variants", nargs="+", metavar="NAME", help="default: all")
     add_run(parser)

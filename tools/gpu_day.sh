@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Measure what needs an NVIDIA GPU, in half an hour, also on a machine without a network.
+# Measure what needs an NVIDIA GPU, also on a machine without a network.
 #   tools/gpu_day.sh prepare CIFAR10 IMAGENET   here: folders with parquet files, and with val/
 #   tools/gpu_day.sh run OUT [STEP ...]         there, in a copy of the clone with build/gpu
-# The other machine has Python 3.12, torch, torchvision, pytest, pandas, pyarrow and scikit-learn.
+# The other machine has Python 3.12, torch, torchvision, pandas, pyarrow, scikit-learn, pytest-xdist.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kit=$PWD/build/gpu python=${PYTHON:-.venv/bin/python} # of prepare
 if [[ ${1:-} == prepare ]]; then
     mkdir -p "$kit/imagenet"
-    "$python" -m pip freeze | grep -E '^(mm(engine|cv-lite|pretrain)|addict|importlib.metadata|lazy-importer|mat4py|model-?index|ordered-set|platformdirs|termcolor|yapf|timm)==' >"$kit/wheels.txt"
+    "$python" -m pip freeze | grep -E '^(mm(engine|cv-lite|pretrain)|addict|datasets|dill|importlib.metadata|lazy-importer|mat4py|model-?index|multiprocess|ordered-set|platformdirs|simplejpeg|termcolor|yapf|timm)==' >"$kit/wheels.txt"
     "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
         --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --dest "$kit/wheels" --requirement "$kit/wheels.txt"
     cp -rT "$2" "$kit/cifar10" && cp -rT "$3/val" "$kit/imagenet/val"
@@ -16,25 +16,32 @@ if [[ ${1:-} == prepare ]]; then
 fi
 [[ ${1:-} == run && -n ${2:-} ]] || exec sed -n 2,5p "$0"
 mkdir -p "$2" && out=$(realpath "$2") only=" ${*:3} "
-python3 -m pip install --quiet --no-index --no-deps --upgrade --target "$kit/site" "$kit"/wheels/*.whl
-commit=$(cat "$kit/commit")
-export PYTHONPATH=$kit/site:$PWD TOKENFORMER_VIT_COMMIT=$commit
+[[ -d $kit/site ]] || python3 -m pip install --quiet --no-index --no-deps --upgrade --target "$kit/site" "$kit"/wheels/*.whl
+TOKENFORMER_VIT_COMMIT=$(cat "$kit/commit")
+export TOKENFORMER_VIT_COMMIT PYTHONPATH=$kit/site:$PWD
 step() { # NAME MINUTES COMMAND...: its output is in OUT/NAME.log
     [[ $only == "  " || $only == *" $1 "* ]] || return 0
     timeout "${2}m" python3 "${@:3}" >"$out/$1.log" 2>&1 || echo "$1 failed, or took too long ($?)"
-    [[ ! -e $kit/runs/$1/record.json ]] || cp "$kit/runs/$1/record.json" "$out/$1.json"
+    echo "$1: done after $SECONDS s"
 }
 bench() { step "$1" "$2" -m tokenformer_vit benchmark --out "$out/$1.json" --precisions autocast "${@:3}"; }
-step tests 4 -m pytest -q -m gpu tests
+converge() { # OPTIMISER RATES...: EVIDENCE at convergence
+    step "$1" 9 ablations/recipes.py --config configs/cifar10_stem.py --data-root "$kit/images" --jobs 8 --seeds 5 \
+        --variants "tokenformer_$1" "vit_$1" --lr "${@:2}" --lr-length 12 --work-dir "$kit/runs/$1" --results "$out/$1.csv"
+}
+step tests 4 -m pytest -q -n 4 -m gpu --continue-on-collection-errors tests &
+step data 2 -m tokenformer_vit prepare-data "$kit/cifar10" "$kit/images" &
+bench compile 4 --rounds 1 --batch-sizes 128 # fills the compiler's cache meanwhile
+wait
 bench train 5 --modes train --batch-sizes 128 256
 bench infer 3 --modes infer --batch-sizes 128 256
-bench infer_base 2 --model tokenformer_base --modes infer
 bench profile 1 --profile --backends auto
+converge muon 0.0015 0.003 0.006 0.012 &
+converge adamw 0.001 0.002 0.004 0.008
+wait
+bench infer_base 2 --model tokenformer_base --modes infer
 bench language 3 --lm 150m --num-tokens 1024
 step imagenet 4 -m tokenformer_vit train configs/imagenet_base_matched.py --data-root "$kit/imagenet" --amp \
-    --compile --work-dir "$kit/runs/imagenet" --cfg-options train_dataloader.dataset.split=val \
+    --compile --work-dir "$out/imagenet" --cfg-options train_dataloader.dataset.split=val \
     train_cfg.val_interval=300 default_hooks.checkpoint.interval=300
-step data 2 -m tokenformer_vit prepare-data "$kit/cifar10" "$kit/images"
-step theta 9 ablations/theta.py softmax --config configs/cifar10_micro_50k.py --data-root "$kit/images" --amp --jobs 4 \
-    --seeds 2 --variants gelu_l2 vit --batch-size 512 --work-dir "$kit/runs/theta" --results "$out/theta.csv"
 step from_vit 3 ablations/from_vit.py --data "$kit/cifar10" --seeds 0 --work-dir "$kit/runs/from_vit" --csv "$out/from_vit.csv"

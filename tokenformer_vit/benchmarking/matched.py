@@ -44,6 +44,7 @@ def matched_vit(model: TokenFormerViT) -> tuple[VisionTransformer, int]:
         "depth": len(model.blocks),
         "num_heads": block.attn.num_heads,
         "mlp_ratio": mlp_ratio(hidden, model.embed_dim),
+        "embed_layer": type(model.patch_embed),
         # Those of a named model are not among the arguments.
         "class_token": model.has_class_token,
         "reg_tokens": model.num_reg_tokens,

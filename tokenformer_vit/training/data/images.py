@@ -232,16 +232,18 @@ def _flip(flip: Any, images: Tensor) -> Tensor:
 
 def _cut_out(cutout: Any, images: Tensor) -> Tensor:
     """Cut out a rectangle around a random pixel of each image, as far as it is inside."""
-    shape, sides = torch.tensor(cutout.shape).expand(2), torch.tensor(images.shape[2:])
-    starts = (torch.rand(len(images), 2) * sides - shape / 2).clamp(min=0).long()
-    drawn = torch.rand(len(images)) < cutout.prob
-    inside = torch.zeros(len(images), 1, *images.shape[2:], dtype=torch.bool)
-    boxes = torch.cat([starts, starts + shape], 1)[drawn]
-    for index, (top, left, bottom, right) in zip(drawn.nonzero(), boxes.tolist(), strict=True):
-        inside[index, :, top:bottom, left:right] = True
+    count, (height, width) = len(images), images.shape[2:]
+    shape, sides = torch.tensor(cutout.shape).expand(2), torch.tensor([height, width])
+    starts = (torch.rand(count, 2) * sides - shape / 2).clamp(min=0).long()
+    # Those that are not drawn end where they start.
+    ends = starts + shape * (torch.rand(count, 1) < cutout.prob)
+    bounds = without_waiting(torch.cat([starts, ends], 1), images.device).T[:, :, None]
+    rows, columns = (torch.arange(side, device=images.device) for side in (height, width))
+    tall = (rows >= bounds[0]) & (rows < bounds[2])  # (N, H)
+    wide = (columns >= bounds[1]) & (columns < bounds[3])
     value = torch.tensor(cutout.pad_val, dtype=images.dtype).reshape(-1, 1, 1)
-    inside, value = (without_waiting(each, images.device) for each in (inside, value))
-    return torch.where(inside, value, images)
+    inside = tall[:, None, :, None] & wide[:, None, None]
+    return torch.where(inside, without_waiting(value, images.device), images)
 
 
 _ONCE = (LoadImage, EvalTransform, stock.ResizeEdge, stock.CenterCrop)
