@@ -19,15 +19,16 @@ mkdir -p "$2" && out=$(realpath "$2") only=" ${*:3} "
 [[ -d $kit/site ]] || python3 -m pip install --quiet --no-index --no-deps --upgrade --target "$kit/site" "$kit"/wheels/*.whl
 TOKENFORMER_VIT_COMMIT=$(cat "$kit/commit")
 export TOKENFORMER_VIT_COMMIT PYTHONPATH=$kit/site:$PWD
+python3 -c "import tokenformer_vit.training.runner"
 step() { # NAME MINUTES COMMAND...: its output is in OUT/NAME.log
     [[ $only == "  " || $only == *" $1 "* ]] || return 0
     timeout "${2}m" python3 "${@:3}" >"$out/$1.log" 2>&1 || echo "$1 failed, or took too long ($?)"
     echo "$1: done after $SECONDS s"
 }
 bench() { step "$1" "$2" -m tokenformer_vit benchmark --out "$out/$1.json" --precisions autocast "${@:3}"; }
-converge() { # OPTIMISER RATES...: EVIDENCE at convergence
+converge() { # OPTIMISER RATES...: TokenFormer and ViT
     step "$1" 9 ablations/recipes.py --config configs/cifar10_stem.py --data-root "$kit/images" --jobs 8 --seeds 5 \
-        --variants "tokenformer_$1" "vit_$1" --lr "${@:2}" --lr-length 12 --work-dir "$kit/runs/$1" --results "$out/$1.csv"
+        --variants "tokenformer_$1" "vit_$1" --lr "${@:2}" --lr-length 12 --work-dir "$kit/runs/$1" --results "$out/results.csv"
 }
 step tests 4 -m pytest -q -n 4 -m gpu --continue-on-collection-errors tests &
 step data 2 -m tokenformer_vit prepare-data "$kit/cifar10" "$kit/images" &
