@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kit=$PWD/build/gpu python=${PYTHON:-.venv/bin/python} # of prepare
+batches=${BATCHES:-128 256} # images a step, split at spaces
 if [[ ${1:-} == prepare ]]; then
     mkdir -p "$kit/imagenet"
     "$python" -m pip freeze | grep -E '^(mm(engine|cv-lite|pretrain)|addict|datasets|dill|importlib.metadata|lazy-importer|mat4py|model-?index|multiprocess|ordered-set|platformdirs|simplejpeg|termcolor|yapf|timm)==' >"$kit/wheels.txt"
@@ -32,10 +33,10 @@ converge() { # OPTIMISER RATES...: TokenFormer and ViT
 }
 step tests 4 -m pytest -q -n 4 -m gpu --continue-on-collection-errors tests &
 step data 2 -m tokenformer_vit prepare-data "$kit/cifar10" "$kit/images" &
-bench compile 4 --rounds 1 --batch-sizes 128 # fills the compiler's cache meanwhile
+bench compile 4 --rounds 1 --batch-sizes $batches # fills the compiler's cache meanwhile
 wait
-bench train 5 --modes train --batch-sizes 128 256
-bench infer 3 --modes infer --batch-sizes 128 256
+bench train 5 --modes train --batch-sizes $batches
+bench infer 3 --modes infer --batch-sizes $batches
 bench profile 1 --profile --backends auto
 converge muon 0.0015 0.003 0.006 0.012 &
 converge adamw 0.001 0.002 0.004 0.008
