@@ -201,7 +201,7 @@ class Sweep:
             self.best = {name: self.rates(each)[0] for name, each in self.variants.items()}
         seeds = range(self.several, self.several + self.args.seeds)
         known = [(self.variants[name], lr) for name, lr in self.best.items()]
-        self.train([self.planned(variant, lr, seed) for variant, lr in known for seed in seeds])
+        self.train([self.planned(variant, lr, seed) for seed in seeds for variant, lr in known])
         if missing := [name for name in self.variants if name not in self.best]:
             print(f"{', '.join(missing)}: no best rate yet")
         if self.failed:
@@ -467,8 +467,8 @@ def read_base(question: Question, args: argparse.Namespace) -> Config:
 
 def commit_of(allow_dirty: bool) -> str:
     """Return the commit of the repository; refuse changes, with which no row can be repeated."""
-    if not (ROOT / ".git").exists():
-        return environment()["commit"]  # a copy knows it from a variable
+    if "TOKENFORMER_VIT_COMMIT" in os.environ or not (ROOT / ".git").exists():  # a copy
+        return environment()["commit"]
     git, outputs = ["git", "-C", str(ROOT)], [f":!ablations/{name}" for name in OUTPUTS]
     status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", *outputs]
     changed = subprocess.check_output(status, text=True).split()

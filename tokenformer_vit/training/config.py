@@ -94,8 +94,9 @@ def load_config(
                 raise InputError(f"{dataset.ann_file} could run code: save it as .json")
             if dataset.type in _FOLDERS:
                 dataset.setdefault("extensions", list(IMAGE_SUFFIXES))  # all we read
-            if dataset.type == "ImagesInMemory":
-                loader.update(num_workers=0, collate_fn={"type": "collate_fetched"})
+            if dataset.type == "ImagesInMemory":  # on the GPU, if there is one
+                collate = {"type": "collate_fetched"}
+                loader.update(num_workers=0, pin_memory=False, collate_fn=collate)
         _set_loading(loader, name)
     return cfg
 

@@ -192,7 +192,7 @@ class ImagesInMemory(CustomDataset):
         images = self._images.index_select(0, without_waiting(rows, self._images.device))
         for augment in self._augment:
             images = augment(images)
-        labels: Any = self._labels[rows]
+        labels: Any = without_waiting(self._labels[rows], self._images.device)
         if not isinstance(pack, PackLabels):
             labels = [pack(self.get_data_info(index))["data_samples"] for index in indices]
         return {"inputs": images, "data_samples": labels}
