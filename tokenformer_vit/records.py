@@ -25,10 +25,11 @@ _USED = ("torch", "torchvision", "timm", "mmengine", "mmpretrain", "transformers
 def environment(device: str | None = None) -> dict[str, Any]:
     """Return command, commit, date, hardware and versions; ``device`` is by default the GPU."""
     root, program = Path(__file__).parents[1], Path(sys.argv[0]).name
-    # A copy of the source code without its git repository names its commit.
-    commit = os.environ.get("TOKENFORMER_VIT_COMMIT") or tokenformer_vit.__version__
+    copied = os.environ.get("TOKENFORMER_VIT_COMMIT")  # what a copy of the source code was made of
+    commit = copied or tokenformer_vit.__version__
     describe = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-    if (root / ".git").exists():  # an installed package may lie in another repository
+    # An installed package may lie in another repository.
+    if copied is None and (root / ".git").exists():
         with suppress(OSError, subprocess.CalledProcessError):  # git is missing or refuses
             commit = subprocess.check_output(describe, text=True).strip()
     if device == "cuda" or (device is None and torch.cuda.is_available()):
