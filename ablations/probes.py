@@ -21,8 +21,9 @@ from mmengine.registry import HOOKS
 from mmpretrain.models.peft import LoRAModel
 from mmpretrain.models.peft.lora import LoRALinear
 from mmpretrain.registry import DATASETS, MODELS
-from timm.models import VisionTransformer, register_model
-from timm.models.vision_transformer import vit_base_patch16_224
+from timm.layers import Mlp
+from timm.models import VisionTransformer, named_apply, register_model
+from timm.models.vision_transformer import init_weights_vit_timm, vit_base_patch16_224
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
@@ -62,6 +63,47 @@ def HeldOutImages(dataset: Mapping[str, Any], held_out: bool) -> Any:
 def vit_conv_stem(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
     """Build timm's ViT with the stem of ``stem="conv"``."""
     return vit_base_patch16_224(pretrained, embed_layer=ConvStem, **kwargs)
+
+
+class JoinedMlps(nn.Module):
+    """Query, key and value of timm's attention, each from an MLP of its own."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Mlp(width, hidden, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, N, C) to (B, N, 3 C)."""
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+@register_model
+def vit_probe(
+    pretrained: bool = False, projections: int = 0, unit_variance: bool = False, **kwargs: Any
+) -> VisionTransformer:
+    """Build timm's ViT with a change of its blocks.
+
+    With ``projections``, each of q, k, v and o is an MLP with so many hidden neurons. With
+    ``unit_variance``, linear layers keep the variance of their inputs, which GELU halves about,
+    and the 2 L branches of L blocks together add 1 to that of the residual stream.
+    """
+    vit = vit_base_patch16_224(pretrained, **kwargs)
+    for block in vit.blocks:
+        attention: Any = block.attn
+        if projections:
+            width = vit.embed_dim
+            attention.qkv = JoinedMlps(width, projections)
+            attention.proj = Mlp(width, projections, bias=False)
+            named_apply(init_weights_vit_timm, attention)
+        for name, layer in block.named_modules():
+            if unit_variance and isinstance(layer, nn.Linear):
+                variance = 1 / layer.in_features
+                if name.endswith("fc2"):
+                    variance /= 0.425  # of GELU, for standard normal inputs
+                if name in ("attn.proj", "attn.proj.fc2", "mlp.fc2"):
+                    variance /= 2 * len(vit.blocks)
+                nn.init.normal_(layer.weight, std=math.sqrt(variance))
+    return vit
 
 
 @MODELS.register_module()
