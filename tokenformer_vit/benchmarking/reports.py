@@ -127,6 +127,6 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         speed.invert_yaxis()
         speed.set(title=title(group))
         memory.set_visible(any(saved))
-        memory.set(title=f"kept for backward, MB a {unit}")
+        memory.set(title=f"kept for backward, MB per {unit}")
     grid[-1, 0].set_xlabel(f"{unit}s/s: median, and 20th to 80th percentile")
     figure.savefig(path, dpi=120)
