@@ -27,7 +27,7 @@ step() { # NAME MINUTES COMMAND...: its output is in OUT/NAME.log
     echo "$1: done after $SECONDS s"
 }
 bench() { step "$1" "$2" -m tokenformer_vit benchmark --out "$out/$1.json" --precisions autocast "${@:3}"; }
-converge() { # OPTIMISER RATES...: TokenFormer and ViT
+converge() { # OPTIMISER RATES...: TokenFormer and ViT; runs that results.csv has are not repeated
     step "$1" 9 ablations/recipes.py --config configs/cifar10_stem.py --data-root "$kit/images" --jobs 8 --seeds 5 \
         --variants "tokenformer_$1" "vit_$1" --lr "${@:2}" --lr-length 12 --work-dir "$kit/runs/$1" --results "$out/results.csv"
 }
@@ -38,9 +38,14 @@ wait
 bench train 5 --modes train --batch-sizes $batches
 bench infer 3 --modes infer --batch-sizes $batches
 bench profile 1 --profile --backends auto
+cp ablations/{results.csv,curves.parquet} "$out"
+export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 # for 16 processes, which MPS lets compute at once
+nvidia-cuda-mps-control -d || true
 converge muon 0.0015 0.003 0.006 0.012 &
-converge adamw 0.001 0.002 0.004 0.008
+converge adamw 0.001 0.002 0.004 0.008 0.016
 wait
+echo quit | nvidia-cuda-mps-control || true
+unset OMP_NUM_THREADS
 bench infer_base 2 --model tokenformer_base --modes infer
 bench language 3 --lm 150m --num-tokens 1024
 step imagenet 4 -m tokenformer_vit train configs/imagenet_base_matched.py --data-root "$kit/imagenet" --amp \
