@@ -13,11 +13,11 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 from results import FOLDER, SWEEP, Noise, at_best, difference, noise, paired_noise, read
-from sweep import Question, Variant
+from sweep import Question
 
 TABLES = FOLDER / "TABLES.md"
 PAGES = FOLDER.parent / "README.md", FOLDER / "README.md"
@@ -32,16 +32,22 @@ models. FLOPs are those of one training or stage; minutes are those of machines 
 """
 
 
-class Sweep(NamedTuple):
+class Sweep:
     """The runs of one table."""
 
-    question: Question
-    variants: dict[str, Variant]  # those that have run, in the order of the question
-    rows: Any  # DataFrame of all runs
-    best: Any  # of those at the best rate of their variant
-    means: Any  # DataFrame of their means, by variant
-    n: int  # seeds of most variants
-    metrics: dict[str, str]  # column and heading of the result, or of that of each text
+    def __init__(self, question: Question, rows: Any) -> None:
+        self.question, self.rows = question, rows
+        self.best: Any = at_best(rows, question.metric)
+        runs, known = self.best.groupby("variant"), {each.name: each for each in question.variants}
+        # Those that have run, in the order of the question.
+        self.variants = {name: known[name] for name in sorted(runs.groups, key=[*known].index)}
+        self.means: Any = runs.mean(numeric_only=True)
+        self.n = int(runs.size().mode().max())  # seeds of most variants
+        texts = self.best.filter(like="perplexity/").dropna(axis=1)
+        # Column and heading of the result, or of that of each text.
+        self.metrics = {each: each.removeprefix("perplexity/") for each in texts}
+        if len(self.metrics) < 2:
+            self.metrics = {question.metric: question.metric.replace("top1", "top-1 %")}
 
     def compared(self, one: str, other: str) -> str:
         """Format a difference: in bold beyond its interval, if no rate is at the end of a grid."""
@@ -56,18 +62,9 @@ def sweeps(rows: pd.DataFrame) -> dict[str, Sweep]:
     asked, found = questions(), {}
     groups: Any = rows.groupby(SWEEP, sort=False)
     for (name, base, options), own in groups:
-        question, key = asked[name], f"{name}/{base}"
-        best = at_best(own, question.metric, higher=question.higher_is_better)
-        runs: Any = best.groupby("variant")
-        known = {each.name: each for each in question.variants}
-        variants = {each: known[each] for each in sorted(runs.groups, key=[*known].index)}
-        key = f"{key}/{options.replace(' ', '/')}" if key in found else key
-        means, n = runs.mean(numeric_only=True), int(runs.size().mode().max())
-        found_texts = best.filter(like="perplexity/").dropna(axis=1)
-        metrics = {each: each.removeprefix("perplexity/") for each in found_texts}
-        if len(metrics) < 2:
-            metrics = {question.metric: question.metric.replace("top1", "top-1 %")}
-        found[key] = Sweep(question, variants, own, best, means, n, metrics)
+        key = f"{name}/{base}"
+        key += f"/{options.replace(' ', '/')}" * (key in found)
+        found[key] = Sweep(asked[name], own)
     return found
 
 

@@ -7,14 +7,13 @@ chosen, else what seed 0 chose it on: "test", or "held-out", and then seed 0 is 
 is a digest of the config, without which a run is never taken for finished.
 """
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 from filelock import FileLock
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from tokenformer_vit.files import write_whole
 
@@ -22,48 +21,45 @@ FOLDER = Path(__file__).parent
 RESULTS, CURVES = FOLDER / "results.csv", FOLDER / "curves.parquet"
 SWEEP = ["question", "base", "options"]  # the runs of one table; options: --cfg-options
 RUN = [*SWEEP, "variant", "lr", "seed"]  # the name of a run
-_ABOUT = ["commit", "torch", "date", "hardware", "dtype"]
-_TEXTS = [*SWEEP, "variant", "also", "start", "text", "selected_on", "cpu", "config", *_ABOUT]
+_ABOUT = ["commit", "torch", "date", "hardware", "cpu", "dtype", "text", "selected_on", "config"]
+_TEXTS = [*SWEEP, "variant", "also", "start", *_ABOUT]  # 7e196e7 is a commit
 
 
-def read(path: Path | io.StringIO = RESULTS) -> pd.DataFrame:
+def read(path: Path = RESULTS) -> pd.DataFrame:
     """Read one row a run; a run that answers ``also`` others is repeated, with the same index."""
-    rows = pd.read_csv(path, dtype=str, keep_default_na=False)  # 7e196e7 is a commit
-    numbers = rows.columns.difference(_TEXTS)
-    rows[numbers] = rows[numbers].apply(pd.to_numeric)
+    texts = dict.fromkeys(_TEXTS, str)
+    rows = pd.read_csv(path, dtype=texts, keep_default_na=False, na_values="")
+    rows = rows.fillna(dict.fromkeys(texts, ""))
     others = rows.assign(also=rows["also"].str.split()).explode("also").dropna(subset=["also"])
     parts = others["also"].astype(str).str.split("/").str
     return pd.concat([rows, others.assign(question=parts[0], variant=parts[1])])
 
 
-def append(
-    row: Mapping[str, Any], curves: pd.DataFrame, results: Path = RESULTS, path: Path = CURVES
-) -> None:
+def find(rows: pd.DataFrame, run: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the rows of one run: none or one of results, many of curves."""
+    return rows.loc[(rows[RUN] == pd.Series(run)[RUN]).all(axis=1)]
+
+
+def append(row: Mapping[str, Any], curves: pd.DataFrame, results: Path = RESULTS) -> None:
     """Add a finished run and its curves, whole or not at all, also while other runs end.
 
     Curves have a ``kind`` ("loss", "top1", "entropy"), an iteration ``x``, a ``value`` and perhaps
-    a ``layer``. A new file gets the columns of ``results.csv``.
+    a ``layer``.
     """
+    path = results.with_name(CURVES.name)
+    rows, curves = pd.DataFrame([row]), curves.assign(**{key: row[key] for key in RUN})
     with FileLock(f"{results}.lock"):
-        header = RESULTS.read_text(encoding="utf-8").partition("\n")[0] + "\n"
-        old = results.read_text(encoding="utf-8") if results.exists() else header
-        rows, name = read(io.StringIO(old)), {key: row[key] for key in RUN}
-        if unknown := sorted(row.keys() - {*rows.columns}):
-            raise ValueError(f"{results} has no column {unknown}: add it at the end of the header")
-        if not _of(rows, name).empty:
-            raise ValueError(f"{results} already has the run {name}: remove its line to replace it")
-        known = pd.read_parquet(path if path.exists() else CURVES)
-        new = curves.assign(**name)[known.columns].astype(known.dtypes)
-        # A write that was interrupted between the two files left the curves.
-        known = known.drop(_of(known, name).index) if path.exists() else known.iloc[:0]
-        line = pd.DataFrame([row], columns=rows.columns).to_csv(index=False, header=False)
-        write_whole(path, pd.concat([known, new]).to_parquet(index=False, compression="zstd"))
-        write_whole(results, f"{old}{line}".encode())
-
-
-def _of(rows: pd.DataFrame, name: Mapping[str, Any]) -> pd.DataFrame:
-    """Return the rows of one run."""
-    return rows.loc[(rows[RUN] == pd.Series(name)[RUN]).all(axis=1)]
+        if results.exists():
+            if not find(read(results), row).empty:
+                raise ValueError(f"{results} already has this run; remove its row: {row}")
+            rows = pd.concat([pd.read_csv(results, dtype=str, keep_default_na=False), rows])
+        if path.exists():
+            known = pd.read_parquet(path)
+            # A write that was interrupted between the two files left the curves.
+            curves = pd.concat([known.drop(find(known, row).index), curves])
+        curves = curves.astype({"seed": "int32", "x": "int32", "value": "float32"})
+        write_whole(path, curves.to_parquet(index=False, compression="zstd"))
+        write_whole(results, rows.to_csv(index=False).encode())
 
 
 class Noise(NamedTuple):
@@ -75,18 +71,23 @@ class Noise(NamedTuple):
     def half_width(self, *counts: int) -> float:
         """Half width of the 95 % interval of a mean of n runs, or of the difference of two."""
         spread = self.sigma * sum(1 / count for count in counts) ** 0.5
-        return float(student.ppf(0.975, self.degrees)) * spread  # NaN without a degree of freedom
+        return float(stdtrit(self.degrees, 0.975)) * spread  # NaN without a degree of freedom
 
 
-def at_best(rows: pd.DataFrame, metric: str, *, higher: bool) -> pd.DataFrame:
+def best_rates(rows: pd.DataFrame, metric: str) -> dict[str, float]:
+    """Return the rate of each variant's best run; of equal ones, the first."""
+    ranked = rows.dropna(subset=[metric])
+    ranked = ranked.sort_values(metric, ascending=metric == "perplexity", kind="stable")
+    return ranked.drop_duplicates("variant").set_index("variant")["lr"].to_dict()
+
+
+def at_best(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Return the runs that count: those at the rate of their variant that seed 0 found the best.
 
     ``at_end`` tells whether this rate is the largest or the smallest of several that were tried.
     """
     first = rows["seed"] == rows["seed"].min()
-    ranked = rows.loc[first].dropna(subset=[metric])
-    ranked = ranked.sort_values(metric, ascending=not higher, kind="stable")
-    rates = rows["variant"].map(ranked.drop_duplicates("variant").set_index("variant")["lr"])
+    rates = rows["variant"].map(best_rates(rows.loc[first], metric))
     tried: Any = rows.groupby("variant")["lr"]
     least, most = tried.transform("min"), tried.transform("max")
     rows = rows.assign(at_end=((rates == least) | (rates == most)) & (least < most))

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Any
 import pandas as pd
 import results
 import torch
+from mmengine.config import Config as MMConfig
 from models import PAIRS, Change, Config, build, flops, is_language, length_key, sizes_of, timm_part
 from tqdm import tqdm
 
@@ -44,8 +45,8 @@ TRAIN = ("-m", "tokenformer_vit", "train")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=gpu")
 # What a sweep and the report write.
 OUTPUTS = ("results.csv", "curves.parquet", "TABLES.md", "README.md", "figures")
-# Columns of results.csv that are in the record of a training.
-FACTS = ("date", "hardware", "cpu", "dtype", "epochs", "iterations", "flops")
+# What results.csv has from the record of a training, and curves from its log.
+FIGURES = "date|hardware|cpu|dtype|epochs|iterations|flops|top[15]|top1_at.*|perplexity.*|recon.*"
 LARGEST_GAP = 0.01  # between the numbers of parameters of two variants
 MOST_LOSSES = 100  # points of a loss curve, about
 
@@ -79,11 +80,6 @@ class Question:
     from_scratch: bool = True  # its config starts from no trained weights
     diagnose: bool = False  # whether the layers are measured during training
 
-    @property
-    def higher_is_better(self) -> bool:
-        """Perplexity is better if it is lower."""
-        return self.metric != "perplexity"
-
 
 @dataclass(frozen=True, eq=False)
 class Run:
@@ -103,6 +99,11 @@ class Run:
         return f"# Start: {self.begins_with or 'new weights'}\n{''.join(lines)}"
 
     @property
+    def digest(self) -> str:
+        """What results.csv keeps of its config."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:12]
+
+    @property
     def length(self) -> int:
         """Epochs or iterations."""
         return self.config["train_cfg"][length_key(self.config)]
@@ -115,12 +116,221 @@ class Run:
         return record if record.get("epochs", record.get("iterations")) == self.length else {}
 
 
-def variant_configs(question: Question, base: Config, names: Iterable[str]) -> dict[str, Config]:
-    """Return the config of each variant, without seed and rate, and check that they compare."""
-    from mmengine import Config as MMConfig
+class Sweep:
+    """The runs of a question."""
 
-    known = {variant.name: variant for variant in question.variants}
-    sizes = sizes_of(base)
+    def __init__(self, question: Question, args: argparse.Namespace) -> None:
+        self.question, self.args = question, args
+        options = " ".join(f"{key}={value}" for key, value in (args.cfg_options or {}).items())
+        self.name = {"question": question.name, "base": args.config.stem, "options": options}
+        self.commit = commit_of(args.allow_dirty)
+        self.variants = {each.name: each for each in wanted(question, args.variants)}
+        self.starts = {each.start for each in self.variants.values()}
+        self.configs = variant_configs(question, read_base(question, args), [*self.variants])
+        self.counts = {name: count(cfg) for name, cfg in self.configs.items()}
+        self.several = len(args.lr or ()) > 1
+        self.rates, self.failed = {}, []
+        for name, variant in self.variants.items():
+            own = self.configs[name]["optim_wrapper"]["optimizer"]["lr"]
+            self.rates[name] = args.lr if args.lr and not variant.prepares else [own]
+        # As far as they are known.
+        self.best = {name: rates[0] for name, rates in self.rates.items() if len(rates) == 1}
+
+    def run(self) -> None:
+        """Train what is left: with several rates, first seed 0 at every rate."""
+        if self.several:
+            self.choose_rates()
+        seeds = range(self.several, self.several + self.args.seeds)
+        known = [
+            (each, self.best[name]) for name, each in self.variants.items() if name in self.best
+        ]
+        self.train([self.planned(variant, lr, seed) for seed in seeds for variant, lr in known])
+        if missing := [name for name in self.variants if name not in self.best]:
+            print(f"{', '.join(missing)}: no best rate yet")
+        if self.failed:
+            sys.exit(f"failed: {', '.join(self.failed)}; the same command tries them again")
+
+    def choose_rates(self) -> None:
+        """Find the best rate of each variant on held-out data, after that of its start."""
+        left = [*self.variants.values()]
+        while ready := [each for each in left if each.start is None or each.start in self.best]:
+            left = [each for each in left if each not in ready]
+            grid = [(each, lr) for each in ready for lr in self.rates[each.name]]
+            runs = [self.planned(variant, lr, 0, hold=True) for variant, lr in grid]
+            self.train(runs)
+            for name in [each.name for each in ready if each.name not in self.best]:
+                own = [self.row_of(run) for run in runs if run.variant.name == name]
+                rows = pd.DataFrame(row for row in own if row is not None)
+                # Commands that were printed may still run.
+                if len(rows) == len(own) or (len(rows) and not self.args.print_commands):
+                    self.best |= results.best_rates(rows, self.question.metric)
+
+    def planned(self, variant: Variant, lr: float, seed: int, hold: bool = False) -> Run:
+        """Return a run with its whole config; with ``hold``, it is validated on held-out data."""
+        cfg, start, begins_with = copy.deepcopy(self.configs[variant.name]), None, ""
+        optimizer, model = cfg["optim_wrapper"]["optimizer"], cfg["model"]
+        folder = f"{variant.name}_seed{seed}" + f"_lr{lr:g}" * (lr != optimizer["lr"])
+        optimizer["lr"] = lr
+        cfg["randomness"] = {**(cfg.get("randomness") or {}), "seed": seed}
+        vit = {} if is_language(cfg) else timm_part(model["backbone"])
+        if variant.start is not None:
+            begins_with, best = variant.start, self.best[variant.start]
+            start = self.planned(self.variants[begins_with], best, seed, hold)
+            weights = start.folder / variant.start_folder
+            if is_language(cfg):
+                model |= {"checkpoint": str(weights), "config": {}}  # it has the sizes
+            elif start.variant.prepares:  # an encoder without this head
+                vit["checkpoint_path"] = str(weights / "model.safetensors")
+            else:
+                cfg["load_from"] = str(weights / "model.safetensors")
+        elif path := vit.get("checkpoint_path"):
+            begins_with = f"sha256:{hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
+        if vit and not vit.get("checkpoint_path"):
+            # Weights outside the blocks start alike in all variants.
+            model["backbone"] |= {"type": "ProbeBackbone", "stem_seed": seed}
+        if hold:
+            hold_out(cfg)
+            length, key = cfg["train_cfg"], length_key(cfg)
+            length[key] = self.args.lr_length or length[key]
+        hooks = [{"type": "CostHook"}, *[{"type": "DiagnosticsHook"}] * self.question.diagnose]
+        present = cfg.get("custom_hooks") or []
+        cfg["custom_hooks"] = [*present, *(hook for hook in hooks if hook not in present)]
+        imports = cfg.get("custom_imports") or {"imports": []}
+        cfg["custom_imports"] = {**imports, "imports": [*imports["imports"], "probes", "net2net"]}
+        name = {**self.name, "variant": variant.name, "lr": lr, "seed": seed}
+        return Run(variant, name, cfg, begins_with, Path(self.args.work_dir, folder), start)
+
+    def train(self, runs: Sequence[Run]) -> None:
+        """Train the runs that are not finished, or print their commands."""
+        left = [run for run in runs if not self.finished(run)]
+        if self.args.print_commands:
+            paths = f"PYTHONPATH={ROOT}/ablations"
+            for run in left:
+                print(shlex.join(["env", paths, "python", *self.words(run)]))
+            return
+        slots, active = slots_of(self.args.jobs), {}
+        progress = tqdm(total=sum(run.length for run in left), disable=not left)
+        try:
+            while True:
+                ready = [run for run in left if run.start is None or run.start.record]
+                for run in ready[: len(slots)]:
+                    left.remove(run)
+                    gpus = slots.pop()
+                    active[run] = self.begin(run, gpus), gpus
+                if not active:
+                    break
+                time.sleep(0.1)
+                for run, (process, gpus) in [*active.items()]:
+                    if process.poll() is not None:
+                        del active[run]
+                        slots.append(gpus)
+                        self.end(run)
+                        progress.update(run.length)
+        except BaseException:
+            for process, _ in active.values():
+                process.terminate()  # it writes a checkpoint first
+            for process, _ in active.values():
+                process.wait()
+            print("stopped; the same command goes on", file=sys.stderr)
+            raise
+        self.failed += [run.folder.name for run in left]  # as what they start from
+
+    def finished(self, run: Run) -> bool:
+        """Tell whether a run has ended, and record it; else see that its config is in its folder.
+
+        A run with a row is finished, although its folder may be lost, if no other starts from it.
+        """
+        path, text = run.folder / "config.py", run.text
+        if path.is_file() and (old := path.read_text(encoding="utf-8")) != text:
+            new = [line.strip() for line in text.splitlines() if line not in old.splitlines()]
+            raise InputError(
+                f"{path} is of another training (now {', '.join(new[:1])}): delete its folder or "
+                "choose another --work-dir"
+            )
+        run.folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        row = self.row_of(run)
+        if run.record and row is None:
+            results.append(self.facts(run), curves_of(run), self.args.results)
+        return bool(run.record) or (row is not None and run.variant.name not in self.starts)
+
+    def words(self, run: Run) -> list[str]:
+        """Return the command of a run after the interpreter; torchrun takes all GPUs it sees."""
+        launcher, folder = self.args.launcher, str(run.folder)
+        train = [*TRAIN, f"{folder}/config.py", "--work-dir", folder, "--resume"]
+        return [*TORCHRUN * (launcher == "pytorch"), *train, "--launcher", launcher]
+
+    def begin(self, run: Run, gpus: str) -> subprocess.Popen:
+        """Start the process of a run, which finds the probes."""
+        paths = f"{ROOT}/ablations{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        with (run.folder / "commits.txt").open("a") as commits:
+            commits.write(f"{self.commit}\n")
+        with (run.folder / "output.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, *self.words(run)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": gpus},
+                start_new_session=True,  # Ctrl-C reaches it once, through this process
+            )
+
+    def end(self, run: Run) -> None:
+        """Record a run whose process has ended, or say that it failed."""
+        name, metric = run.folder.name, self.question.metric
+        text = f"failed, see {run.folder / 'output.log'}"
+        if self.finished(run):
+            text = f"{metric} {figures_of(run.record).get(metric)}"
+        else:
+            self.failed.append(name)
+        tqdm.write(f"{name}: {text}")
+
+    def row_of(self, run: Run) -> Any:
+        """Return the row of a run in the results, or None; refuse that of another config."""
+        path = self.args.results
+        rows = results.find(results.read(path), run.name) if path.exists() else pd.DataFrame()
+        if rows.empty:
+            return None
+        if rows.iloc[0]["config"] != run.digest:
+            raise InputError(
+                f"{path} has {run.folder.name} of another config: remove the rows of that sweep, "
+                "or give --results another file"
+            )
+        return rows.iloc[0]
+
+    def facts(self, run: Run) -> dict[str, Any]:
+        """Return the row of a finished run."""
+        record, language = run.record, is_language(run.config)
+        noun = "sequences" if language else "images"
+        data, commits = run.config["train_dataloader"]["dataset"], run.folder / "commits.txt"
+        known = commits.read_text() if commits.is_file() else record["commit"]
+        row = {
+            **run.name,
+            **figures_of(record),
+            **record.get("compression", {}),
+            **self.counts[run.variant.name],
+            "also": "",
+            "config": run.digest,
+            "start": run.begins_with,
+            "text": Path(data["data_root"]).name if language else "",
+            "selected_on": "held-out" if self.several and not run.variant.prepares else "",
+            "commit": "+".join(dict.fromkeys(known.split())),
+            "torch": record["versions"]["torch"],
+            "batch_size": record[f"{noun}_per_step"],
+            "examples": record[f"train_{noun}"],
+            "grown_to": (record.get("growth") or [{}])[-1].get("parameters"),
+            # The time of a run that was interrupted is only that since then.
+            "seconds": None if record["resumed_at_iteration"] else record["seconds"],
+        }
+        # FLOPs are counted for a training of all parameters.
+        part = any(own["trainable"] < own["parameters"] for own in self.counts.values())
+        row["flops" if part and not self.question.from_scratch else "trainable"] = None
+        return row
+
+
+def variant_configs(question: Question, base: Config, names: Sequence[str]) -> dict[str, Config]:
+    """Return the config of each variant, without seed and rate, and check that they compare."""
+    known, sizes = {variant.name: variant for variant in question.variants}, sizes_of(base)
 
     @cache
     def config_of(name: str) -> Config:
@@ -178,230 +388,6 @@ def hold_out(cfg: Config) -> None:
         cfg[f"{name}_dataloader"]["dataset"] = {**copy.deepcopy(part), "held_out": name == "val"}
 
 
-class Sweep:
-    """The runs of a question."""
-
-    def __init__(self, question: Question, args: argparse.Namespace) -> None:
-        self.question, self.args = question, args
-        options = " ".join(f"{key}={value}" for key, value in (args.cfg_options or {}).items())
-        self.name = {"question": question.name, "base": args.config.stem, "options": options}
-        self.commit = commit_of(args.allow_dirty)
-        self.variants = {each.name: each for each in wanted(question, args.variants)}
-        self.configs = variant_configs(question, read_base(question, args), self.variants)
-        self.counts = {name: count(cfg) for name, cfg in self.configs.items()}
-        self.several = len(args.lr or ()) > 1
-        self.best: dict[str, float] = {}  # rates, as far as they are known
-        self.failed: list[str] = []
-
-    def run(self) -> None:
-        """Train what is left: with several rates, first seed 0 at every rate."""
-        if self.several:
-            self.choose_rates()
-        else:
-            self.best = {name: self.rates(each)[0] for name, each in self.variants.items()}
-        seeds = range(self.several, self.several + self.args.seeds)
-        known = [(self.variants[name], lr) for name, lr in self.best.items()]
-        self.train([self.planned(variant, lr, seed) for seed in seeds for variant, lr in known])
-        if missing := [name for name in self.variants if name not in self.best]:
-            print(f"{', '.join(missing)}: no best rate yet")
-        if self.failed:
-            sys.exit(f"failed: {', '.join(self.failed)}; the same command tries them again")
-
-    def rates(self, variant: Variant) -> list[float]:
-        """Return the rates to try: those of the command line, or that of the config."""
-        own = self.configs[variant.name]["optim_wrapper"]["optimizer"]["lr"]
-        return self.args.lr if self.args.lr and not variant.prepares else [own]
-
-    def choose_rates(self) -> None:
-        """Find the best rate of each variant on held-out data, after that of its start."""
-        left = list(self.variants.values())
-        choose = max if self.question.higher_is_better else min
-        while ready := [each for each in left if each.start is None or each.start in self.best]:
-            left = [each for each in left if each not in ready]
-            grid = {
-                each: [self.planned(each, lr, 0, True) for lr in self.rates(each)] for each in ready
-            }
-            self.train([run for runs in grid.values() for run in runs])
-            for variant, runs in grid.items():
-                rows = [row for row in map(self.row_of, runs) if row is not None]
-                # Commands that were printed may still run.
-                if rows and (len(rows) == len(runs) or not self.args.print_commands):
-                    best = choose(rows, key=lambda row: row[self.question.metric])
-                    self.best[variant.name] = float(best["lr"])
-
-    def planned(self, variant: Variant, lr: float, seed: int, hold: bool = False) -> Run:
-        """Return a run with its whole config; with ``hold``, it is validated on held-out data."""
-        cfg, start, begins_with = copy.deepcopy(self.configs[variant.name]), None, ""
-        optimizer, language = cfg["optim_wrapper"]["optimizer"], is_language(cfg)
-        folder = f"{variant.name}_seed{seed}" + f"_lr{lr:g}" * (lr != optimizer["lr"])
-        optimizer["lr"] = lr
-        cfg["randomness"] = {**(cfg.get("randomness") or {}), "seed": seed}
-        vit = {} if language else timm_part(cfg["model"]["backbone"])
-        if variant.start is not None:
-            begins_with, best = variant.start, self.best[variant.start]
-            start = self.planned(self.variants[begins_with], best, seed, hold)
-            weights = start.folder / variant.start_folder
-            if language:
-                cfg["model"] |= {"checkpoint": str(weights), "config": {}}  # it has the sizes
-            elif start.variant.prepares:  # an encoder without this head
-                vit["checkpoint_path"] = str(weights / "model.safetensors")
-            else:
-                cfg["load_from"] = str(weights / "model.safetensors")
-        elif path := vit.get("checkpoint_path"):
-            begins_with = f"sha256:{hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
-        if not language and not vit.get("checkpoint_path"):
-            # Weights outside the blocks start alike in all variants.
-            cfg["model"]["backbone"] |= {"type": "ProbeBackbone", "stem_seed": seed}
-        if hold:
-            hold_out(cfg)
-            key = length_key(cfg)
-            cfg["train_cfg"][key] = self.args.lr_length or cfg["train_cfg"][key]
-        hooks = [{"type": "CostHook"}, *[{"type": "DiagnosticsHook"}] * self.question.diagnose]
-        present = cfg.get("custom_hooks") or []
-        cfg["custom_hooks"] = [*present, *(hook for hook in hooks if hook not in present)]
-        imports = cfg.get("custom_imports") or {"imports": []}
-        cfg["custom_imports"] = {**imports, "imports": [*imports["imports"], "probes", "net2net"]}
-        name = {**self.name, "variant": variant.name, "lr": lr, "seed": seed}
-        return Run(variant, name, cfg, begins_with, Path(self.args.work_dir, folder), start)
-
-    def train(self, runs: Sequence[Run]) -> None:
-        """Train the runs that are not finished, or print their commands."""
-        left = [run for run in runs if self.is_left(run)]
-        if self.args.print_commands:
-            for run in left:
-                print(
-                    shlex.join(["env", f"PYTHONPATH={ROOT}/ablations", "python", *self.words(run)])
-                )
-            return
-        slots, active = slots_of(self.args.jobs), {}
-        progress = tqdm(total=sum(run.length for run in left), disable=not left)
-        try:
-            while True:
-                ready = [run for run in left if run.start is None or run.start.record]
-                for run in ready[: len(slots)]:
-                    left.remove(run)
-                    gpus = slots.pop()
-                    active[run] = self.begin(run, gpus), gpus
-                if not active:
-                    break
-                time.sleep(0.1)
-                for run, (process, gpus) in [*active.items()]:
-                    if process.poll() is not None:
-                        del active[run]
-                        slots.append(gpus)
-                        self.end(run)
-                        progress.update(run.length)
-        except BaseException:
-            for process, _ in active.values():
-                process.terminate()  # it writes a checkpoint first
-            for process, _ in active.values():
-                process.wait()
-            print("stopped; the same command goes on", file=sys.stderr)
-            raise
-        self.failed += [run.folder.name for run in left]  # as what they start from
-
-    def is_left(self, run: Run) -> bool:
-        """Write the config of a run, and tell whether it is left to train; else it has a row.
-
-        A run with a row is finished, although its folder may be lost, if no other starts from it.
-        """
-        path, text = run.folder / "config.py", run.text
-        if path.is_file() and (old := path.read_text(encoding="utf-8")) != text:
-            new = [line.strip() for line in text.splitlines() if line not in old.splitlines()]
-            raise InputError(
-                f"{path} is of another training (now {', '.join(new[:1])}): delete its folder or "
-                "choose another --work-dir"
-            )
-        run.folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        row, starts = self.row_of(run), {each.start for each in self.variants.values()}
-        if run.record and row is None:
-            self.record(run)
-        return not run.record and (row is None or run.variant.name in starts)
-
-    def words(self, run: Run) -> list[str]:
-        """Return the command of a run after the interpreter; torchrun takes all GPUs it sees."""
-        launcher, folder = self.args.launcher, str(run.folder)
-        train = [*TRAIN, f"{folder}/config.py", "--work-dir", folder, "--resume"]
-        return [*TORCHRUN * (launcher == "pytorch"), *train, "--launcher", launcher]
-
-    def begin(self, run: Run, gpus: str) -> subprocess.Popen:
-        """Start the process of a run, which finds the probes."""
-        paths = f"{ROOT}/ablations{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        with (run.folder / "commits.txt").open("a") as commits:
-            commits.write(f"{self.commit}\n")
-        with (run.folder / "output.log").open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, *self.words(run)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": gpus},
-                start_new_session=True,  # Ctrl-C reaches it once, through this process
-            )
-
-    def end(self, run: Run) -> None:
-        """Record a run whose process has ended, or say that it failed."""
-        if run.record and self.row_of(run) is None:
-            self.record(run)
-        if not run.record:
-            self.failed.append(run.folder.name)
-        metric = self.question.metric
-        result = f"{metric} {figures_of(run.record).get(metric)}"
-        log = run.folder / "output.log"
-        tqdm.write(f"{run.folder.name}: {result if run.record else f'failed, see {log}'}")
-
-    def row_of(self, run: Run) -> Any:
-        """Return the row of a run in the results, or None; refuse that of another config."""
-        if not self.args.results.exists():
-            return None
-        rows = results.read(self.args.results)
-        rows = rows[(rows[results.RUN] == pd.Series(run.name)[results.RUN]).all(axis=1)]
-        if rows.empty:
-            return None
-        if rows.iloc[0]["config"] != digest(run.text):
-            raise InputError(
-                f"{self.args.results} has {run.folder.name} of another config: remove the rows of "
-                "that sweep, or give --results another file"
-            )
-        return rows.iloc[0]
-
-    def record(self, run: Run) -> None:
-        """Add a finished run to the results."""
-        record, language = run.record, is_language(run.config)
-        noun = "sequences" if language else "images"
-        data, commits = run.config["train_dataloader"]["dataset"], run.folder / "commits.txt"
-        known = commits.read_text() if commits.is_file() else record["commit"]
-        row = {
-            **run.name,
-            **{name: record.get(name) for name in FACTS},
-            **{key: value for key, value in figures_of(record).items() if "top5_at" not in key},
-            **record.get("compression", {}),
-            **self.counts[run.variant.name],
-            "config": digest(run.text),
-            "start": run.begins_with,
-            "text": Path(data["data_root"]).name if language else "",
-            "selected_on": "held-out" if self.several and not run.variant.prepares else "",
-            "commit": "+".join(dict.fromkeys(known.split())),
-            "torch": record["versions"]["torch"],
-            "batch_size": record[f"{noun}_per_step"],
-            "examples": record[f"train_{noun}"],
-            "grown_to": (record.get("growth") or [{}])[-1].get("parameters"),
-            # The time of a run that was interrupted is only that since then.
-            "seconds": None if record["resumed_at_iteration"] else record["seconds"],
-        }
-        # FLOPs are counted for a training of all parameters.
-        part = any(own["trainable"] < own["parameters"] for own in self.counts.values())
-        row["flops" if part and not self.question.from_scratch else "trainable"] = None
-        path = self.args.results
-        results.append(row, curves_of(run), path, path.with_name(results.CURVES.name))
-
-
-def digest(text: str) -> str:
-    """Return a short digest."""
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
 def slots_of(jobs: int) -> list[str]:
     """Return the GPUs of each of the runs at a time: one, or all of them for a single run."""
     every = ",".join(map(str, range(torch.cuda.device_count())))
@@ -410,10 +396,9 @@ def slots_of(jobs: int) -> list[str]:
 
 
 def figures_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a validation measured, by column of results.csv."""
+    """Return what a run or a validation measured, by column of results.csv."""
     names = {key: key.removeprefix("accuracy/").replace("/error", "_error") for key in record}
-    wanted = re.compile("top[15]|perplexity|reconstruction_error")
-    return {name: record[key] for key, name in names.items() if wanted.match(name)}
+    return {name: record[key] for key, name in names.items() if re.fullmatch(FIGURES, name)}
 
 
 def curves_of(run: Run) -> pd.DataFrame:
@@ -421,9 +406,8 @@ def curves_of(run: Run) -> pd.DataFrame:
     train, val = read_scalars(sorted(run.folder.glob("*/vis_data/scalars.json")))
     step = run.record["iterations"] / run.length  # iterations of an epoch
     lines = [{"x": time_, "loss": line["loss"]} for time_, line in train.items()]
-    lines = lines[:: -(-len(lines) // MOST_LOSSES) or 1]
-    for end, line in val.items():
-        lines.append({"x": round(end * step), "flops": line["flops"], **figures_of(line)})
+    lines = lines[:: len(lines) // MOST_LOSSES + 1]
+    lines += [{"x": round(end * step), **figures_of(line)} for end, line in val.items()]
     curves = pd.DataFrame(lines).melt("x", var_name="kind").dropna().assign(layer="")
     path = run.folder / "layers.json"
     return pd.concat([curves, pd.read_json(path)]) if path.is_file() else curves
@@ -432,12 +416,12 @@ def curves_of(run: Run) -> pd.DataFrame:
 def wanted(question: Question, names: Sequence[str] | None) -> list[Variant]:
     """Return the variants to train, each after the one that it starts from."""
     known = {each.name: each for each in question.variants if each.change is not None}
-    chosen: set[str | None] = {*(known if names is None else names)}
+    chosen: set[str | None] = {*(names or known)}
     if unknown := chosen - known.keys():
         raise InputError(f"there is no variant {unknown.pop()}; there are {', '.join(known)}")
-    for variant in reversed(question.variants):
-        if variant.name in chosen:
-            chosen.add(variant.start)
+    for name in reversed(known):
+        if name in chosen:
+            chosen.add(known[name].start)
     return [variant for name, variant in known.items() if name in chosen]
 
 
@@ -446,15 +430,16 @@ def read_base(question: Question, args: argparse.Namespace) -> Config:
     load_config(args.config, args.cfg_options)  # refuses unknown keys
     cfg = read_config(args.config)  # without what depends on this machine
     cfg.merge_from_dict(args.cfg_options or {})
-    for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
-        cfg[name].dataset.data_root = args.data_root or cfg[name].dataset.data_root
-    if args.batch_size is not None:
+    if args.data_root:
+        for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
+            cfg[name].dataset.data_root = args.data_root
+    if args.batch_size:
         cfg.train_dataloader.batch_size = args.batch_size
     if args.amp:
         cfg.optim_wrapper.type = "AutocastOptimWrapper"
     base = cfg.to_dict()
+    kind = "language models" if question.metric == "perplexity" else "image classifiers"
     if is_language(base) != (question.metric == "perplexity"):
-        kind = "language models" if question.metric == "perplexity" else "image classifiers"
         raise InputError(f"{question.name} compares {kind}: choose another --config")
     model = base["model"].get("backbone", base["model"])
     if args.compile:
@@ -509,9 +494,9 @@ def parse(questions: Mapping[str, Question], words: Sequence[str]) -> argparse.N
 
 def main(questions: Sequence[Question], argv: Sequence[str] | None = None) -> None:
     """Run the command line of a question file."""
-    known = {each.name: each for each in questions}
 
     def begin(words: Sequence[str]) -> None:
+        known = {each.name: each for each in questions}
         args = parse(known, words)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
         Sweep(known[args.question], args).run()

@@ -23,7 +23,7 @@ QUESTIONS = (*THETA, *BUDGET, *RECIPES, *NESTED, *TRANSFER, *GROWTH, *LANGUAGE)
 
 
 def configs_of(question):
-    base = "cifar10_micro_50k" if question.higher_is_better else "lm_micro"
+    base = "lm_micro" if question.metric == "perplexity" else "cifar10_micro_50k"
     path = Path("configs", f"{BASES.get(question.name, base)}.py")
     lengths = {"stages": {"train_cfg.max_epochs": 20}, "lm_stages": {"train_cfg.max_iters": 4000}}
     args = Namespace(
@@ -37,7 +37,7 @@ def configs_of(question):
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.name)
 def test_every_variant_has_a_config_of_its_own(question, monkeypatch):
-    if not question.higher_is_better:
+    if question.metric == "perplexity":
         pytest.importorskip("transformers")
     if question.name == "tuning":  # there are no weights
         monkeypatch.setattr("transfer.trained", lambda cfg: cfg["model"]["backbone"])
