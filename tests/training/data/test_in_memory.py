@@ -9,7 +9,7 @@ from PIL import Image
 from torch import nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.training.data.images import ImagesInMemory, _divide
+from tokenformer_vit.training.data.images import ImagesInMemory, divide
 
 pytestmark = pytest.mark.usefixtures("scope")
 CROP = {"type": "v2/RandomCrop", "size": 8, "padding": 2}
@@ -25,7 +25,7 @@ def make(data_root, *transforms, pack=LABELS, split="train", **kwargs):
 
 def apply(transform, image, count):
     """Apply a transform to so many copies of an image."""
-    _, (change,) = _divide([TRANSFORMS.build(transform)])
+    _, (change,) = divide([TRANSFORMS.build(transform)])
     return change(image.expand(count, -1, -1, -1).clone())
 
 

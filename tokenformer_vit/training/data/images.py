@@ -175,7 +175,7 @@ class ImagesInMemory(CustomDataset):
         if self._fully_initialized:
             return
         super().full_init()
-        once, self._augment = _divide(self.pipeline.transforms[:-1])
+        once, self._augment = divide(self.pipeline.transforms[:-1])
         self._labels = torch.from_numpy(self.get_gt_labels())
         load = Compose(once)
         indices = tqdm(range(len(self)), "reading", unit="image", leave=False, disable=None)
@@ -198,7 +198,7 @@ class ImagesInMemory(CustomDataset):
         return {"inputs": images, "data_samples": labels}
 
 
-def _divide(transforms: Sequence[Any]) -> tuple[list[Any], list[Callable[[Tensor], Tensor]]]:
+def divide(transforms: Sequence[Any]) -> tuple[list[Any], list[Callable[[Tensor], Tensor]]]:
     """Return the transforms that are done once, and those of each batch."""
     once, batched = [], []
     for step in transforms:
