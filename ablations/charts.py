@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 from report import Sweep, by_size
-from results import CURVES, FOLDER, difference, noise
+from results import CURVES, FOLDER, Noise, difference, noise
 
 BASE = "cifar10_micro_50k"
 LEADS = (  # epochs, question, TokenFormer, ViT
@@ -68,6 +68,16 @@ def draw(found: Mapping[str, Sweep]) -> None:
     with chart("nested", "top-1 (%) over the share of the pairs") as (axes,):
         for way, means in by_size(found[f"nested/{BASE}"], WAYS)[0].iterrows():
             axes.plot(means.dropna(), marker="o", label=way)
+    with chart("from_vit", "converted ViTs: top-1 (%)") as (axes,):
+        pairs = pd.read_csv(CURVES.with_name("from_vit.csv")).query("part == 'pairs'")
+        kept, count = pairs["name"].str.split("/", expand=True).astype(int).to_numpy().T
+        pairs["share"] = kept / count
+        for _, own in pairs.groupby(["model", "variant"], sort=False):
+            label, seeds = own["variant"].iloc[0], own.groupby("share")["value"]
+            width = seeds.agg(lambda own: Noise(own.std(), len(own) - 1).half_width(len(own)))
+            axes.errorbar(width.index, seeds.mean(), width, marker="o", capsize=2, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="share of the pairs kept in q, k and v")
 
 
 @contextmanager

@@ -193,4 +193,4 @@ def test_the_charts_of_the_repository_are_drawn(monkeypatch, tmp_path):
     (tmp_path / "figures").mkdir()
     monkeypatch.setattr(charts, "FOLDER", tmp_path)
     charts.draw(report.sweeps(rows))
-    assert len(list(tmp_path.glob("figures/*.png"))) == 5
+    assert len(list(tmp_path.glob("figures/*.png"))) == 6
