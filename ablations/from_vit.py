@@ -171,7 +171,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--limit", type=int, help="use only the first images, for a trial")
     args = parser.parse_args(words)
-    timm.layers.set_fused_attn(args.device.type != "cpu")  # there 2.5 times slower in bfloat16
+    timm.layers.set_fused_attn(args.device.type != "cpu")  # on CPUs 2.5 times slower in bfloat16
     data, test = load(args, "train"), load(args, "val")
     name = f"patch {args.patch} width {args.width} depth {args.depth} epochs {args.epochs}"
     name += f" limit {args.limit}" if args.limit else ""  # a trial is another model
