@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from pprint import pformat
 from typing import Any
@@ -47,7 +46,6 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=gpu
 OUTPUTS = ("results.csv", "curves.parquet", "TABLES.md", "README.md", "figures")
 # What results.csv has from the record of a training, and curves from its log.
 FIGURES = "date|hardware|cpu|dtype|epochs|iterations|flops|top[15]|top1_at.*|perplexity.*|recon.*"
-LARGEST_GAP = 0.01  # between the numbers of parameters of two variants
 MOST_LOSSES = 100  # points of a loss curve, about
 
 
@@ -120,24 +118,48 @@ class Sweep:
     """The runs of a question."""
 
     def __init__(self, question: Question, args: argparse.Namespace) -> None:
-        self.question, self.args = question, args
+        self.question, self.args, self.commit = question, args, commit_of(args.allow_dirty)
         options = " ".join(f"{key}={value}" for key, value in (args.cfg_options or {}).items())
         self.name = {"question": question.name, "base": args.config.stem, "options": options}
-        self.commit = commit_of(args.allow_dirty)
         self.variants = {each.name: each for each in wanted(question, args.variants)}
         self.starts = {each.start for each in self.variants.values()}
-        self.configs = variant_configs(question, read_base(question, args), [*self.variants])
-        self.counts = {name: count(cfg) for name, cfg in self.configs.items()}
         self.several = len(args.lr or ()) > 1
-        self.rates, self.failed = {}, []
+        self.base = read_base(question, args)
+        self.sizes = sizes_of(self.base)
+        self.configs, self.counts, self.rates, self.failed = {}, {}, {}, []
         for name, variant in self.variants.items():
-            own = self.configs[name]["optim_wrapper"]["optimizer"]["lr"]
-            self.rates[name] = args.lr if args.lr and not variant.prepares else [own]
+            cfg = self.config_of(name)
+            check_config(MMConfig(copy.deepcopy(cfg)))
+            own, lr = count(cfg), cfg["optim_wrapper"]["optimizer"]["lr"]
+            if question.same_size and abs(own["parameters"] / self.sizes.parameters - 1) > 0.01:
+                raise InputError(
+                    f"{name} has {own['parameters']:,} parameters and the config's model "
+                    f"{self.sizes.parameters:,}: leave {name} out of --variants"
+                )
+            self.counts[name] = own
+            self.rates[name] = args.lr if args.lr and not variant.prepares else [lr]
         # As far as they are known.
         self.best = {name: rates[0] for name, rates in self.rates.items() if len(rates) == 1}
 
+    def config_of(self, name: str) -> Config:
+        """Return the config of a variant, without seed and rate."""
+        if name in self.configs:
+            return self.configs[name]
+        variant = next(each for each in self.question.variants if each.name == name)
+        assert variant.change is not None, f"{name} can no longer be trained"
+        cfg = self.configs[name] = copy.deepcopy(self.base)
+        if variant.start is not None:
+            take_model(cfg, self.config_of(variant.start))
+        variant.change(cfg, self.sizes)
+        if variant.costs:
+            total = sum(share * flops(self.config_of(other)) for other, share in variant.costs)
+            length, key = self.base["train_cfg"], length_key(cfg)
+            cfg["train_cfg"][key] = max(1, round(total / flops(cfg) * length[key]))
+        return cfg
+
     def run(self) -> None:
         """Train what is left: with several rates, first seed 0 at every rate."""
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
         if self.several:
             self.choose_rates()
         seeds = range(self.several, self.several + self.args.seeds)
@@ -208,8 +230,8 @@ class Sweep:
             for run in left:
                 print(shlex.join(["env", paths, "python", *self.words(run)]))
             return
-        slots, active = slots_of(self.args.jobs), {}
         progress = tqdm(total=sum(run.length for run in left), disable=not left)
+        slots, active = slots_of(self.args.jobs), {}
         try:
             while True:
                 ready = [run for run in left if run.start is None or run.start.record]
@@ -220,12 +242,12 @@ class Sweep:
                 if not active:
                     break
                 time.sleep(0.1)
-                for run, (process, gpus) in [*active.items()]:
-                    if process.poll() is not None:
-                        del active[run]
-                        slots.append(gpus)
-                        self.end(run)
-                        progress.update(run.length)
+                for run in [
+                    run for run, (process, _) in active.items() if process.poll() is not None
+                ]:
+                    slots.append(active.pop(run)[1])
+                    self.end(run)
+                    progress.update(run.length)
         except BaseException:
             for process, _ in active.values():
                 process.terminate()  # it writes a checkpoint first
@@ -277,13 +299,12 @@ class Sweep:
 
     def end(self, run: Run) -> None:
         """Record a run whose process has ended, or say that it failed."""
-        name, metric = run.folder.name, self.question.metric
-        text = f"failed, see {run.folder / 'output.log'}"
+        metric, text = self.question.metric, f"failed, see {run.folder}/output.log"
         if self.finished(run):
             text = f"{metric} {figures_of(run.record).get(metric)}"
         else:
-            self.failed.append(name)
-        tqdm.write(f"{name}: {text}")
+            self.failed.append(run.folder.name)
+        tqdm.write(f"{run.folder.name}: {text}")
 
     def row_of(self, run: Run) -> Any:
         """Return the row of a run in the results, or None; refuse that of another config."""
@@ -326,34 +347,6 @@ class Sweep:
         part = any(own["trainable"] < own["parameters"] for own in self.counts.values())
         row["flops" if part and not self.question.from_scratch else "trainable"] = None
         return row
-
-
-def variant_configs(question: Question, base: Config, names: Sequence[str]) -> dict[str, Config]:
-    """Return the config of each variant, without seed and rate, and check that they compare."""
-    known, sizes = {variant.name: variant for variant in question.variants}, sizes_of(base)
-
-    @cache
-    def config_of(name: str) -> Config:
-        variant, cfg = known[name], copy.deepcopy(base)
-        assert variant.change is not None, f"{name} can no longer be trained"
-        if variant.start is not None:
-            take_model(cfg, config_of(variant.start))
-        variant.change(cfg, sizes)
-        if variant.costs:
-            total = sum(share * flops(config_of(other)) for other, share in variant.costs)
-            key = length_key(cfg)
-            cfg["train_cfg"][key] = max(1, round(total / flops(cfg) * base["train_cfg"][key]))
-        return cfg
-
-    for name in names:
-        check_config(MMConfig(copy.deepcopy(config_of(name))))
-        own = count(config_of(name))["parameters"]
-        if question.same_size and abs(own / sizes.parameters - 1) > LARGEST_GAP:
-            raise InputError(
-                f"{name} has {own:,} parameters and the config's model {sizes.parameters:,}, which "
-                f"do not compare: leave {name} out of --variants"
-            )
-    return {name: config_of(name) for name in names}
 
 
 def take_model(cfg: Config, before: Config) -> None:
@@ -466,11 +459,14 @@ def commit_of(allow_dirty: bool) -> str:
     return head.strip() + "-dirty" * bool(changed)
 
 
-def parse(questions: Mapping[str, Question], words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line of a question file."""
-    parser = Parser(description="\n\n".join(f"{k}: {own.text}" for k, own in questions.items()))
-    add, names = parser.add_argument, list(questions)
-    add("question", choices=names, nargs="?" if len(names) == 1 else None, default=names[0])
+def parse(
+    questions: Sequence[Question], words: Sequence[str]
+) -> tuple[Question, argparse.Namespace]:
+    """Return the question that a command line asks, and its options."""
+    known = {each.name: each for each in questions}
+    parser = Parser(description="\n\n".join(f"{k}: {own.text}" for k, own in known.items()))
+    add, only = parser.add_argument, questions[0].name if len(questions) == 1 else None
+    add("question", choices=known, nargs="?" if only else None, default=only)
     add("--config", required=True, help="such as configs/cifar10_micro_50k.py")
     add("--lr", type=float, nargs="+", help="learning rates; of several, seed 0 finds the best")
     add("--lr-length", type=whole_number(1), help="epochs or iterations of these runs of seed 0")
@@ -489,16 +485,9 @@ def parse(questions: Mapping[str, Question], words: Sequence[str]) -> argparse.N
     args.work_dir = args.work_dir or Path("work_dirs/ablations", args.question, args.config.stem)
     ours = args.config.resolve().is_relative_to(ROOT / "configs")
     args.results = args.results or (results.RESULTS if ours else args.work_dir / "results.csv")
-    return args
+    return known[args.question], args
 
 
 def main(questions: Sequence[Question], argv: Sequence[str] | None = None) -> None:
     """Run the command line of a question file."""
-
-    def begin(words: Sequence[str]) -> None:
-        known = {each.name: each for each in questions}
-        args = parse(known, words)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-        Sweep(known[args.question], args).run()
-
-    run_command(begin, argv)
+    run_command(lambda words: Sweep(*parse(questions, words)).run(), argv)

@@ -1,8 +1,6 @@
 """Every question can be asked of its base, and what it compares can be compared."""
 
 import copy
-from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import sweep
@@ -24,15 +22,11 @@ QUESTIONS = (*THETA, *BUDGET, *RECIPES, *NESTED, *TRANSFER, *GROWTH, *LANGUAGE)
 
 def configs_of(question):
     base = "lm_micro" if question.metric == "perplexity" else "cifar10_micro_50k"
-    path = Path("configs", f"{BASES.get(question.name, base)}.py")
-    lengths = {"stages": {"train_cfg.max_epochs": 20}, "lm_stages": {"train_cfg.max_iters": 4000}}
-    args = Namespace(
-        config=path, cfg_options=lengths.get(question.name, {}), data_root=None, batch_size=None
-    )
-    args.amp = args.compile = False
-    base = sweep.read_base(question, args)
-    names = [variant.name for variant in sweep.wanted(question, None)]
-    return sweep.variant_configs(question, base, names)
+    words = ["--config", BASES.get(question.name, base), "--allow-dirty"]
+    lengths = {"stages": "train_cfg.max_epochs=20", "lm_stages": "train_cfg.max_iters=4000"}
+    if question.name in lengths:
+        words += ["--cfg-options", lengths[question.name]]
+    return sweep.Sweep(*sweep.parse([question], words)).configs
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.name)
