@@ -61,13 +61,13 @@ def draw(found: Mapping[str, Sweep]) -> None:
     with chart("first_steps", "perplexity after growth") as (axes,):
         curves = pd.read_parquet(CURVES)
         curves = curves.query("question == 'growth_start' and kind == 'perplexity'")
-        for name in FIRST_STEPS:
-            mean = curves[curves["variant"] == name].groupby("x")["value"].mean()
-            axes.plot(mean, label=found["growth_start/lm_micro"].variants[name].label)
+        means = curves.pivot_table("value", "x", "variant")[[*FIRST_STEPS]]
+        variants = found["growth_start/lm_micro"].variants
+        axes.plot(means, label=[variants[name].label for name in FIRST_STEPS])
         axes.set(xlabel="iteration after growth")
     with chart("nested", "top-1 (%) over the share of the pairs") as (axes,):
-        for way, means in by_size(found[f"nested/{BASE}"], WAYS)[0].iterrows():
-            axes.plot(means.dropna(), marker="o", label=way)
+        sizes, _ = by_size(found[f"nested/{BASE}"], WAYS)
+        axes.plot(sizes.T, marker="o", label=[*sizes.index])
     with chart("from_vit", "converted ViTs: top-1 (%)") as (axes,):
         pairs = pd.read_csv(CURVES.with_name("from_vit.csv")).query("part == 'pairs'")
         kept, count = pairs["name"].str.split("/", expand=True).astype(int).to_numpy().T

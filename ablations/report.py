@@ -162,9 +162,10 @@ def caption(sweep: Sweep, shared: str) -> str:
     text = f"`{one['base']}`" + (f", `{one['options']}`" if one["options"] else "")
     text += f": {one['hardware']}, {one['dtype']}, {rows['examples'].max():,.0f} examples, "
     text += f"{one['batch_size']:.0f} a step, {shared}. "
-    chosen = {"": "", "held-out": "Rates were chosen on held-out training data. "}
-    chosen["test"] = "Rates were chosen on test data: seed 0's result chose and also counts. "
-    text += "".join(chosen[data] for data in rows["selected_on"].unique())
+    chosen = {"held-out": "held-out training data. "}
+    chosen["test"] = "test data: seed 0's result chose and also counts. "
+    chosen_on = [chosen[data] for data in rows["selected_on"].unique() if data]
+    text += "".join(f"Rates were chosen on {data}" for data in chosen_on)
     for metric, heading in sweep.metrics.items():
         for what, pooled in (("", noise), (" of runs from the same models", paired_noise)):
             if (own := pooled(sweep.best, metric)).degrees:
@@ -218,14 +219,12 @@ def fill(text: str, found: Mapping[str, Sweep]) -> str:
 
     def render(match: re.Match[str]) -> str:
         begin, kind, words, end = match.groups()
+        if kind == "differences":
+            return begin + differences(found, words) + end
+        if kind == "converted":
+            return begin + converted(words.split()) + end
         key, *names = words.split()
-        if kind == "table":
-            body, _ = table(found[key], names, brief=True)
-        elif kind == "differences":
-            body = differences(found, words)
-        else:
-            body = converted([key, *names])
-        return begin + body + end
+        return begin + table(found[key], names, brief=True)[0] + end
 
     marked = r"(<!-- (table|differences|converted) (.+?)-->\n).*?(<!-- end -->)"
     return re.sub(marked, render, text, flags=re.DOTALL)

@@ -163,10 +163,8 @@ class Sweep:
         if self.several:
             self.choose_rates()
         seeds = range(self.several, self.several + self.args.seeds)
-        known = [
-            (each, self.best[name]) for name, each in self.variants.items() if name in self.best
-        ]
-        self.train([self.planned(variant, lr, seed) for seed in seeds for variant, lr in known])
+        known = [each for name, each in self.variants.items() if name in self.best]
+        self.train([self.planned(own, self.best[own.name], n) for n in seeds for own in known])
         if missing := [name for name in self.variants if name not in self.best]:
             print(f"{', '.join(missing)}: no best rate yet")
         if self.failed:
@@ -242,12 +240,12 @@ class Sweep:
                 if not active:
                     break
                 time.sleep(0.1)
-                for run in [
-                    run for run, (process, _) in active.items() if process.poll() is not None
-                ]:
-                    slots.append(active.pop(run)[1])
-                    self.end(run)
-                    progress.update(run.length)
+                for run, (process, gpus) in [*active.items()]:
+                    if process.poll() is not None:
+                        del active[run]
+                        slots.append(gpus)
+                        self.end(run)
+                        progress.update(run.length)
         except BaseException:
             for process, _ in active.values():
                 process.terminate()  # it writes a checkpoint first
@@ -399,7 +397,7 @@ def curves_of(run: Run) -> pd.DataFrame:
     train, val = read_scalars(sorted(run.folder.glob("*/vis_data/scalars.json")))
     step = run.record["iterations"] / run.length  # iterations of an epoch
     lines = [{"x": time_, "loss": line["loss"]} for time_, line in train.items()]
-    lines = lines[:: len(lines) // MOST_LOSSES + 1]
+    lines = lines[:: -(-len(lines) // MOST_LOSSES) or 1]
     lines += [{"x": round(end * step), **figures_of(line)} for end, line in val.items()]
     curves = pd.DataFrame(lines).melt("x", var_name="kind").dropna().assign(layer="")
     path = run.folder / "layers.json"
