@@ -118,11 +118,10 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
             for point in ("p80", "p50", "p20")
         )
         saved = [row[f"saved_mb_per_{unit}"] or 0 for row in rows]
+        colours = [_COLOURS.get(row["implementation"], "C0") for row in rows]
+        opacities = [1.0 if row["compiled"] else 0.5 for row in rows]
         for axis, lengths in ((speed, middle), (memory, saved)):
-            colours = [_COLOURS.get(row["implementation"], "C0") for row in rows]
-            bars = axis.barh(names, lengths, color=colours)
-            for bar, row in zip(bars, rows, strict=True):
-                bar.set_alpha(1.0 if row["compiled"] else 0.5)
+            axis.barh(names, lengths, color=[*zip(colours, opacities, strict=True)])
         speed.hlines(names, low, high, color="0.3")
         speed.invert_yaxis()
         speed.set(title=title(group))

@@ -45,9 +45,8 @@ def read_config(path: str | Path) -> Config:
     find = Config._get_cfg_path
 
     def find_base(name: str, file: str) -> tuple[str, str | None]:
-        package, _, shipped = name.rpartition("::")
-        ours = package == tokenformer_vit.__name__
-        return (str(CONFIGS / shipped), None) if ours else find(name, file)
+        shipped = name.removeprefix("tokenformer_vit::")
+        return find(name, file) if shipped == name else (str(CONFIGS / shipped), None)
 
     with mock.patch.object(Config, "_get_cfg_path", staticmethod(find_base)):
         try:

@@ -83,8 +83,7 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
         """Build the optimiser of a model, and its wrapper."""
-        given = self.optimizer_cfg.items()
-        cfg = {key: value for key, value in given if (key, value) not in _UNSET}
+        cfg = {key: v for key, v in self.optimizer_cfg.items() if (key, v) not in _UNSET}
         if isinstance(cfg["type"], str):
             with OPTIMIZERS.switch_scope_and_registry(None) as registry:
                 cfg["type"] = registry.get(cfg["type"])  # imports timm.optim.Lamb

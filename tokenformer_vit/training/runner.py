@@ -187,13 +187,12 @@ def scale_rates(cfg: Config) -> None:
     scale.update(enable=False, base_batch_size=images)  # mmengine would forget the accumulation
 
 
-def run_training(cfg: Config, begin: Callable[[], None] | None = None) -> Runner:
+def run_training(cfg: Config, begin: Callable[[], None] | None = None) -> None:
     """Train what a config names; ``begin`` is called once all checks of the training passed."""
     scale_rates(cfg)
     runner: Any = TrainingRunner.from_cfg(cfg)
     runner.begin = begin
     runner.train()
-    # PyTorch has no public way to end workers that persist between epochs. In a garbage collection
-    # it would wait for each of them for five seconds.
-    runner.train_dataloader._iterator = None
-    return runner
+    # Its workers, which persist between epochs, end with the last reference to a loader. In a
+    # garbage collection PyTorch would wait for each of them for five seconds.
+    del runner.train_loop.dataloader

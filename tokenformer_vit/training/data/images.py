@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from mmcv.transforms import BaseTransform
 from mmengine.dataset import Compose, default_collate, force_full_init
+from mmengine.fileio import list_from_file
 from mmengine.registry import FUNCTIONS
 from mmpretrain.datasets import BaseDataset, CustomDataset, PackInputs
 from mmpretrain.datasets import transforms as stock
@@ -101,22 +102,21 @@ class HuggingFaceImages(BaseDataset):
         indices: int | Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._open = partial(open_images, data_root, split, image_column, label_column)
-        self._kept = indices
+        known = {"classes": kwargs.pop("classes", None), **(kwargs.pop("metainfo", None) or {})}
+        names = known["classes"]
+        names = list_from_file(names) if isinstance(names, str) else names
+        rows = self._rows = open_images(data_root, split, image_column, label_column, names)
+        if isinstance(indices, int):
+            rows.keep(slice(indices) if indices >= 0 else slice(indices, None))
+        elif indices is not None:
+            rows.keep(indices)
         # mmengine would join the root and the prefix as paths.
-        super().__init__(
-            ann_file="", data_prefix=f"{data_root}, {split}", serialize_data=False, **kwargs
-        )
+        kwargs |= {"data_prefix": f"{data_root}, {split}", "serialize_data": False}
+        super().__init__("", {**known, "classes": rows.classes}, **kwargs)
 
     def load_data_list(self) -> Any:
-        """Open the images; no image is read."""
-        rows = self._open(self._metainfo.get("classes"))
-        if isinstance(self._kept, int):
-            rows.keep(slice(self._kept) if self._kept >= 0 else slice(self._kept, None))
-        elif self._kept is not None:
-            rows.keep(self._kept)
-        self._metainfo["classes"] = rows.classes
-        return rows
+        """Return the images; none is read."""
+        return self._rows
 
     @force_full_init
     def get_gt_labels(self) -> np.ndarray:
