@@ -12,12 +12,12 @@ from mmengine.dist import master_only
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmpretrain.registry import DATASETS, MODELS
-from probes import held_out_of
-from torch import Tensor, nn
+from probes import part_of
+from torch import Tensor
+from torch.utils.data import Subset
 
-from tokenformer_vit.growth import TokenMasks, count_pairs, grow
+from tokenformer_vit.growth import TokenMasks, count_pairs
 from tokenformer_vit.language import MASKS
-from tokenformer_vit.models.compilation import BLOCKS
 from tokenformer_vit.training.distributed import unwrap
 from tokenformer_vit.training.language.data import TokenDataset
 from tokenformer_vit.training.language.model import CausalLM
@@ -27,9 +27,9 @@ from tokenformer_vit.training.language.model import CausalLM
 class MaskedLM(CausalLM):
     """A language model with a mask of pairs for each text.
 
-    ``masks`` has ``new``, the name of a mask with the pairs for the training text: those that
-    ``growth`` appends, or else all. Only these are active and change in training. Validation reads
-    a text with the mask that has the name of its folder, or else with the newest mask.
+    ``masks`` has ``new``, the name of a mask with the pairs for the training text: those that no
+    mask of the checkpoint has. Only these are active and change in training. Validation reads a
+    text with the mask that has the name of its folder, or else with the newest mask.
     ``frozen_stem`` freezes embeddings, positions, final norm and head.
     """
 
@@ -43,45 +43,35 @@ class MaskedLM(CausalLM):
         growth: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(checkpoint=checkpoint, **kwargs)
-        before = dict.fromkeys(count_pairs(self.model), 0)
-        if growth:
-            before = count_pairs(self.model)
-            # Pairs outside the mask get no gradient; unless frozen, weight decay changes them.
-            freeze = {"freeze": "old"} if masks else {}
-            grow(self.model, **{"seed": torch.initial_seed(), **freeze, **growth})
+        if masks and growth:  # weight decay changes pairs outside the mask unless they are frozen
+            growth = {"freeze": "old", **growth}
+        super().__init__(checkpoint=checkpoint, growth=growth, **kwargs)
         self.masks = None
         if masks:
             file = Path(checkpoint, MASKS)
             known = torch.load(file, weights_only=True) if checkpoint and file.is_file() else {}
             self.masks = TokenMasks(self.model, known)
-            self.masks.add(masks["new"], {name: slice(n, None) for name, n in before.items()})
+            new = {}
+            for name in count_pairs(self.model):
+                used = max((int(mask[name][-1]) + 1 for mask in known.values()), default=0)
+                new[name] = slice(used, None)
+            self.masks.add(masks["new"], new)
             self.masks.activate(masks["new"])
-        if frozen_stem or (masks and growth):
-            for parameter in self._stem():
+        for name, parameter in self.model.named_parameters() if frozen_stem or masks else ():
+            if "blocks." not in name:
                 parameter.requires_grad_(not frozen_stem)
-
-    def _stem(self) -> list[nn.Parameter]:
-        """List the parameters outside the blocks: embeddings, positions, final norm and head."""
-        parts = self.model.named_modules()
-        blocks = [part for name, part in parts if name.rpartition(".")[2] in BLOCKS]
-        within = {parameter for part in blocks for parameter in part.parameters()}
-        return [parameter for parameter in self.model.parameters() if parameter not in within]
 
     def _measure(self, inputs: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
         """Read each text through its mask."""
         if self.masks is None:
             return super()._measure(inputs, source)
-        losses, right, rows = [], [], []
+        losses = torch.zeros(inputs[:, 1:].shape, device=inputs.device)
+        right, names = losses.bool(), dict(enumerate(self.sources))
         for number in map(int, source.unique()):
-            name = self.sources[number] if number < len(self.sources) else ""
-            rows.append((source == number).nonzero()[:, 0])
+            name, rows = names.get(number), source == number
             with self.masks.use(name if name in self.masks.pairs else [*self.masks.pairs][-1]):
-                own = super()._measure(inputs[rows[-1]], source[rows[-1]])
-            losses.append(own[0])
-            right.append(own[1])
-        order = torch.cat(rows).argsort()
-        return torch.cat(losses)[order], torch.cat(right)[order]
+                losses[rows], right[rows] = super()._measure(inputs[rows], source[rows])
+        return losses, right
 
 
 @HOOKS.register_module()
@@ -95,28 +85,14 @@ class MasksHook(Hook):
     @master_only
     def after_train(self, runner) -> None:
         """Save the masks, which the next stage and ``evaluate-lm`` load."""
-        if (masks := unwrap(runner.model).masks) is not None:
-            torch.save(masks.pairs, Path(runner.work_dir, MASKS))
+        torch.save(unwrap(runner.model).masks.pairs, Path(runner.work_dir, MASKS))
 
 
 @DATASETS.register_module()
-class HeldOutRows(TokenDataset):
+class HeldOutRows(Subset):
     """The rows of a text without those that are held out, or with these alone."""
 
     def __init__(self, data_root: str, split: str, held_out: bool) -> None:
-        super().__init__(data_root, split)
-        self._held_out, size = held_out, super().__len__()
-        chosen = held_out_of(size)
-        self._rows = chosen if held_out else sorted({*range(size)} - {*chosen})
-
-    def __reduce__(self) -> Any:
-        """Open the files again in a worker that is not a fork."""
-        return type(self), (str(self.folders[0]), self._split, self._held_out)
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a row."""
-        return super().__getitem__(self._rows[index])
+        text = TokenDataset(data_root, split)
+        super().__init__(text, part_of(len(text), held_out))
+        self.folders, self.metainfo = text.folders, text.metainfo

@@ -4,6 +4,7 @@ The configs of runs name this file in ``custom_imports``; :mod:`net2net` has gro
 """
 
 import copy
+import inspect
 import json
 import math
 import random
@@ -12,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ from mmengine.registry import HOOKS
 from mmpretrain.models.peft import LoRAModel
 from mmpretrain.models.peft.lora import LoRALinear
 from mmpretrain.registry import DATASETS, MODELS
+from scipy import stats
 from timm.layers import Mlp
 from timm.models import VisionTransformer, named_apply, register_model
 from timm.models.vision_transformer import init_weights_vit_timm, vit_base_patch16_224
@@ -28,9 +31,9 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import measure_usage, nest, pattention_layers, reorder
-from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.split import fuse_tokens
 from tokenformer_vit.models.checkpoints import save_model
+from tokenformer_vit.models.sizes import find_layers
 from tokenformer_vit.models.vit import ConvStem, draw_prefix_tokens
 from tokenformer_vit.training.distributed import unwrap
 from tokenformer_vit.training.export import (
@@ -45,18 +48,17 @@ from tokenformer_vit.vision.compression import candidates, measure_top1
 HELD_OUT = 5000  # examples, but at most a tenth of a training set
 
 
-def held_out_of(size: int) -> list[int]:
-    """Choose the examples of a training set by which rates are chosen, the same ones each time."""
-    return sorted(random.Random(0).sample(range(size), min(HELD_OUT, size // 10)))
+def part_of(size: int, held_out: bool) -> list[int]:
+    """Return the held-out examples of a training set, always the same ones, or all others."""
+    chosen = random.Random(0).sample(range(size), min(HELD_OUT, size // 10))
+    return sorted(chosen if held_out else {*range(size)} - {*chosen})
 
 
 @DATASETS.register_module()
 def HeldOutImages(dataset: Mapping[str, Any], held_out: bool) -> Any:
     """Build a data set of images without those that are held out, or with these alone."""
     size = len(DATASETS.build({**dataset, "lazy_init": True}).load_data_list())
-    chosen = held_out_of(size)
-    indices = chosen if held_out else sorted({*range(size)} - {*chosen})
-    return DATASETS.build({**dataset, "indices": indices})
+    return DATASETS.build({**dataset, "indices": part_of(size, held_out)})
 
 
 @register_model
@@ -110,16 +112,9 @@ def vit_probe(
 class ProbeBackbone(TimmClassificationBackbone):
     """A backbone whose parts start alike in several models, for comparisons.
 
-    Args:
-        model_name: Name of the timm model.
-        stem_seed: Seed for all weights outside the blocks: with the same width and image size, a
-            ViT and TokenFormers of any Θ and pairs start from the same weights there. The blocks
-            and the global random generators do not change. Not for loaded weights.
-        frozen_norms: Freeze every LayerNorm in the blocks: from scratch, the model computes as if
-            they had no weight and bias.
-        nested_tau: Initial τ of the smaller sizes of a nested model: ``scaled`` by the number of
-            pairs, or ``kept`` from all pairs.
-        **kwargs: Other arguments of :class:`TimmClassificationBackbone`.
+    ``stem_seed`` draws all weights outside the blocks: a ViT and all TokenFormers of a width start
+    alike there. ``frozen_norms`` freezes the LayerNorms in the blocks: from scratch, at 1 and 0.
+    ``nested_tau="kept"`` starts the τ of smaller sizes from that of all pairs.
     """
 
     def __init__(
@@ -134,9 +129,9 @@ class ProbeBackbone(TimmClassificationBackbone):
         if stem_seed is not None:
             if kwargs.get("checkpoint_path") or kwargs.get("pretrained"):
                 raise InputError(f"stem_seed={stem_seed} would overwrite the loaded weights")
-            own = ("pretrained", "checkpoint_path", "compile", "backend", "growth", "frozen")
-            kwargs = {name: value for name, value in kwargs.items() if name not in own}
-            self._draw_stem(stem_seed, model_name, kwargs)
+            own = inspect.signature(TimmClassificationBackbone).parameters
+            sizes = {name: value for name, value in kwargs.items() if name not in own}
+            self._draw_stem(stem_seed, model_name, **sizes)
         if nested_tau == "kept":
             for layer in pattention_layers(self.model).values():
                 layer.set_nested(layer.nested, layer.tau)
@@ -145,12 +140,12 @@ class ProbeBackbone(TimmClassificationBackbone):
                 if isinstance(module, nn.LayerNorm):
                     module.requires_grad_(False)
 
-    def _draw_stem(self, seed: int, name: str, kwargs: dict[str, Any]) -> None:
+    def _draw_stem(self, seed: int, name: str, **sizes: Any) -> None:
         """Take the weights outside the blocks from a model without blocks, drawn from ``seed``."""
         # On the CPU: no other generator has to be seeded and restored.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(seed)
-            stem = timm.create_model(name, **{**kwargs, "num_classes": 0, "depth": 0})
+            stem = timm.create_model(name, **{**sizes, "num_classes": 0, "depth": 0})
             draw_prefix_tokens(stem, torch.Generator().manual_seed(seed))  # also of a ViT
         left = self.model.load_state_dict(stem.state_dict(), strict=False)
         assert not left.unexpected_keys
@@ -164,11 +159,12 @@ class LoRABackbone(LoRAModel):
     A resumed run needs the whole state dict, from which ``LoRAModel`` removes all but LoRA.
     """
 
+    module: Any
+
     @property
     def model(self) -> nn.Module:
         """Return the timm model."""
-        module: Any = self.module  # mmpretrain's type says config, but it is built by now
-        return module.model
+        return self.module.model
 
     def _register_state_dict_hooks(self) -> None:
         """Keep state dicts complete."""
@@ -176,15 +172,13 @@ class LoRABackbone(LoRAModel):
     def exported(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add LoRA's products to the weights of their layers, in the state dict of a classifier."""
         merged = dict(state_dict)
-        for own, layer in self.named_modules(prefix="backbone"):
-            if not isinstance(layer, LoRALinear):
-                continue
-            down, up = (merged.pop(f"{own}.lora_{part}.weight") for part in ("down", "up"))
-            weight = merged.pop(f"{own}.original_layer.weight")  # (C_out, C_in)
-            merged[f"{own}.weight"] = weight + layer.scaling * (up @ down)
-            if (bias := merged.pop(f"{own}.original_layer.bias", None)) is not None:
-                merged[f"{own}.bias"] = bias
-        return {name.replace("backbone.module.", "backbone.", 1): merged[name] for name in merged}
+        for name, layer in self.named_modules(prefix="backbone"):
+            if isinstance(layer, LoRALinear):
+                down, up = (merged.pop(f"{name}.lora_{part}.weight") for part in ("down", "up"))
+                weight = f"{name}.original_layer.weight"  # (C_out, C_in)
+                merged[weight] = merged[weight] + layer.scaling * (up @ down)
+        plain = {name: name.replace("backbone.module.", "backbone.", 1) for name in merged}
+        return {plain[name].replace(".original_layer", ""): merged[name] for name in merged}
 
 
 @HOOKS.register_module()
@@ -213,79 +207,60 @@ class DiagnosticsHook(Hook):
 
     def after_val_iter(self, runner, batch_idx, data_batch: Any = None, outputs=None) -> None:
         """Note what is measured; a resumed run repeats a validation."""
-        if batch_idx == 0 and measured_layers(unwrap(runner.model)):
+        model = unwrap(runner.model)
+        if batch_idx == 0 and find_layers(model):
             first = {name: data_batch[name][:64] for name in data_batch}
-            known = runner.message_hub.runtime_info.get("layers") or {}
-            found = {**known, runner.iter: diagnose(unwrap(runner.model), first)}
-            runner.message_hub.update_info("layers", found)
+            known = runner.message_hub.runtime_info.get("layers") or []
+            rows = [row for row in known if row["x"] != runner.iter]
+            rows += [{"x": runner.iter, **row} for row in diagnose(model, first)]
+            runner.message_hub.update_info("layers", rows)
 
     @master_only
     def after_train(self, runner) -> None:
         """Write what was measured, as rows of curves."""
-        hub: Any = runner.message_hub
-        found = hub.runtime_info.get("layers") or {}
-        rows = [
-            {"kind": kind, "x": iteration, "value": value, "layer": layer}
-            for iteration, layers in found.items()
-            for layer, figures in layers.items()
-            for kind, value in figures.items()
-            if math.isfinite(value)
-        ]
+        rows = runner.message_hub.runtime_info.get("layers") or []
         Path(runner.work_dir, "layers.json").write_text(json.dumps(rows))
 
 
-def measured_layers(model: nn.Module) -> dict[str, Pattention]:
-    """Return the Pattention layers of a model, by timm's names such as ``blocks.3.attn.query``."""
-    return {
-        name[max(name.find("blocks."), 0) :]: module
-        for name, module in model.named_modules()
-        if isinstance(module, Pattention)
-    }
+def diagnose(classifier: nn.Module, batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """Measure the Pattention layers of a copy of a classifier, in float32 and evaluation mode.
 
-
-def diagnose(model: nn.Module, batch: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Measure the Pattention layers of a classifier on some images.
-
-    A copy is measured, in float32 and evaluation mode. For each layer there are τ, L2 norms of the
-    parameter tokens and of their gradients by the mean cross-entropy, and two means over the input
-    tokens. ``entropy`` is that of the absolute weights, normalised to sum 1, over ln P: 1 if all
-    pairs weigh the same, 0 if one has it all. ``kurtosis`` is the excess kurtosis of the P scores.
-    Tokens with equal scores, or zero weights, do not count.
+    A row has a ``layer``, a ``kind`` and a ``value``: τ, the L2 norms of the parameter tokens and
+    of their gradients by the mean cross-entropy, and two means over the input tokens. ``entropy``
+    is that of the absolute weights, over ln P: 1 if all pairs weigh the same, 0 if one has it all.
+    ``kurtosis`` is the excess kurtosis of the P scores. Tokens with equal scores, or zero weights,
+    do not count.
     """
-    copied: Any = copy.deepcopy(model).float().eval().requires_grad_(False)
-    seen, layers = {}, measured_layers(copied)
-    for name, layer in layers.items():
+    copied: Any = copy.deepcopy(classifier).float().eval().requires_grad_(False)
+    layers, figures = find_layers(copied), {}
+
+    def note(layer: Any, inputs: tuple[Tensor, ...]) -> None:
+        tokens = inputs[0].detach().flatten(0, -2)
+        scores, weights = (each.detach().cpu() for each in layer.scores_and_weights(tokens))
+        pairs = max(layer.num_used, 2)
+        entropy = stats.entropy(weights.abs().numpy(), base=pairs, axis=-1)
+        kurtosis = stats.kurtosis(scores.numpy(), axis=-1)
+        figures[layer] = {"entropy": np.nanmean(entropy), "kurtosis": np.nanmean(kurtosis)}
+
+    for layer in layers.values():
         fuse_tokens(layer)  # one gradient for all keys, instead of old and new ones apart
         layer.key_param_tokens.requires_grad_()
         layer.value_param_tokens.requires_grad_()
-
-        def note(layer: Any, inputs: tuple[Tensor, ...], name: str = name) -> None:
-            seen[name] = _shape_of_rows(*layer.scores_and_weights(inputs[0].flatten(0, -2)))
-
         layer.register_forward_pre_hook(note)
     images, labels = _prepared(copied, batch)
     with torch.enable_grad(), torch.autocast(images.device.type, enabled=False):
         # Not by forward(): mmengine may have compiled it, for the original model.
         F.cross_entropy(copied.head(copied.extract_feat(images)), labels).backward()
+    rows = []
     for name, layer in layers.items():
-        seen[name]["tau"] = layer.tau
+        own = {**figures[layer], "tau": layer.tau}
         for kind in ("key", "value"):
             tokens = getattr(layer, f"{kind}_param_tokens")
-            seen[name] |= {f"{kind}_norm": tokens.norm(), f"{kind}_grad_norm": tokens.grad.norm()}
-    return {name: {kind: each.item() for kind, each in seen[name].items()} for name in layers}
-
-
-@torch.no_grad()
-def _shape_of_rows(scores: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """Return the mean entropy of (tokens, P) weights, and the mean kurtosis of their scores."""
-    shares = weights.abs() / weights.abs().sum(dim=-1, keepdim=True)
-    entropy = torch.special.entr(shares).sum(dim=-1) / math.log(max(scores.shape[-1], 2))
-    centred = scores - scores.mean(dim=-1, keepdim=True)
-    deviation = centred.square().mean(dim=-1, keepdim=True).sqrt()
-    # Rounding may leave a small deviation where all scores are equal.
-    equal = deviation <= 1e-6 * scores.abs().amax(dim=-1, keepdim=True)
-    kurtosis = (centred / deviation.masked_fill(equal, math.nan)).pow(4).mean(dim=-1) - 3
-    return {"entropy": entropy.nanmean(), "kurtosis": kurtosis.nanmean()}
+            own[f"{kind}_norm"] = tokens.detach().norm()
+            own[f"{kind}_grad_norm"] = tokens.grad.norm()
+        short = name.removeprefix("backbone.model.")  # timm's name, such as blocks.3.attn.query
+        rows += [{"layer": short, "kind": kind, "value": float(own[kind])} for kind in own]
+    return [row for row in rows if math.isfinite(row["value"])]
 
 
 def _prepared(classifier: Any, batch: Any) -> tuple[Tensor, Tensor]:
@@ -299,9 +274,9 @@ def _prepared(classifier: Any, batch: Any) -> tuple[Tensor, Tensor]:
 class CompressionHook(Hook):
     """After training, measure the model with fewer pairs, and write it as a nested model.
 
-    ``record.json`` gets ``compression``: top-1 at each share ``keep`` of the pairs, by the name of
-    its column in results.csv. The folder ``nested`` gets the model with its pairs in the order of
-    their usage on training images, and nested at these shares.
+    ``record.json`` gets ``compression``: top-1 at each share ``keep`` of the pairs, by column of
+    results.csv. The folder ``nested`` gets the model, nested at these shares, with its pairs in the
+    order of their usage on training images.
     """
 
     priority = "VERY_LOW"  # before ResultsHook

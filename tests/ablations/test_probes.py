@@ -11,11 +11,12 @@ from mmengine.registry import DefaultScope
 from mmpretrain.registry import MODELS
 from mmpretrain.structures import DataSample
 from net2net import stack_blocks, widen_mlp
-from probes import DiagnosticsHook, HeldOutImages, diagnose, held_out_of, measured_layers
+from probes import DiagnosticsHook, HeldOutImages, diagnose, part_of
 from torch import nn
 
 import tokenformer_vit.training  # noqa: F401  registers the backbone
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.models.sizes import find_layers
 from tokenformer_vit.training.export import as_timm_model
 
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
@@ -36,18 +37,22 @@ def build(backbone=TOKENFORMER, **more):
     return MODELS.build({"type": "ImageClassifier", **own})
 
 
+def figures(model, batch):
+    return {(row["layer"], row["kind"]): row["value"] for row in diagnose(model, batch)}
+
+
 def test_gradients_are_those_of_the_cross_entropy():
     classifier = build(drop_path_rate=0.5).train()
     images = torch.randint(256, (10, 3, 16, 16), dtype=torch.uint8)
     samples = [DataSample().set_gt_label(index % 5) for index in range(10)]
-    found = diagnose(classifier, {"inputs": images, "data_samples": samples})
+    found = figures(classifier, {"inputs": images, "data_samples": samples})
     assert all(module.training for module in classifier.modules())
     logits = classifier.eval()((images - 9.0) / 2.0, mode="tensor")
     F.cross_entropy(logits, torch.arange(10) % 5).backward()
-    for name, layer in measured_layers(classifier).items():
+    for name, layer in find_layers(classifier.backbone.model).items():
         for part in ("key", "value"):
             expected = getattr(layer, f"{part}_param_tokens").grad.norm().item()
-            assert found[name][f"{part}_grad_norm"] == pytest.approx(expected, rel=1e-4)
+            assert found[name, f"{part}_grad_norm"] == pytest.approx(expected, rel=1e-4)
             assert expected > 0
 
 
@@ -63,10 +68,10 @@ def test_entropy_and_kurtosis_of_known_rows():
     model.extract_feat, model.head = layer, nn.Identity()
     model.data_preprocessor = lambda data, training: data
     tokens, samples = torch.tensor([[1e-3, 0.0], [50.0, 0.0]]), [DataSample().set_gt_label(0)] * 2
-    found = diagnose(model, {"inputs": tokens, "data_samples": samples})["0"]
+    found = figures(model, {"inputs": tokens, "data_samples": samples})
     # A token for which all pairs are alike, and one that two of the four share.
-    assert found["entropy"] == pytest.approx((1 + math.log(2) / math.log(4)) / 2, abs=1e-4)
-    assert found["kurtosis"] == pytest.approx(-2, abs=1e-4)  # two equal points
+    assert found["0", "entropy"] == pytest.approx((1 + math.log(2) / math.log(4)) / 2, abs=1e-4)
+    assert found["0", "kurtosis"] == pytest.approx(-2, abs=1e-4)  # two equal points
 
 
 def test_models_with_one_stem_seed_differ_in_their_blocks_alone():
@@ -135,7 +140,7 @@ def test_held_out_images_are_not_trained_on(tmp_path):
     names = [{part.get_data_info(i)["img_path"] for i in range(len(part))} for part in parts]
     assert [*map(len, names)] == [36, 4]
     assert not names[0] & names[1]
-    assert len(held_out_of(60_000)) == 5000
+    assert len(part_of(60_000, held_out=True)) == 5000
 
 
 def test_a_wider_gpt2_computes_what_it_did():
