@@ -1,6 +1,6 @@
 """What does growth save? In one schedule, in stages after a trained small model, and at first."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from models import (
@@ -11,6 +11,7 @@ from models import (
     Size,
     Sizes,
     base_model,
+    factory,
     hook,
     lasting,
     length_key,
@@ -25,32 +26,30 @@ from sweep import Question, Variant, main
 GROWTH = """What does growth save? Grown TokenFormers, TokenFormers from scratch, and grown ViTs.
 
 A TokenFormer has a quarter of the pairs, then half, then all, in equal parts of one schedule
-(arXiv:2410.23168, Section 3.3). Random pairs do not keep what it computes. The ViT grows by hidden
-neurons (Net2Net, arXiv:1511.05641), or by blocks (stacking, Gong et al. 2019)."""
+(arXiv:2410.23168, Section 3.3). Random pairs change its outputs. The ViT grows by hidden neurons
+(Net2Net, arXiv:1511.05641), or by blocks (stacking, Gong et al. 2019)."""
 LM_GROWTH = """What does growth save a language model? Against models from scratch, and Net2Net.
 
-As for images, from an eighth of the pairs, in quarters of the iterations. In the paper, growth by
-30B tokens a stage ends at a perplexity of 11.77, and a Transformer by 300B tokens at 11.63."""
+From an eighth of the pairs, in quarters of the iterations. In the paper, growth ends at a
+perplexity of 11.77, and a Transformer from scratch at 11.63."""
 STAGES = """Does a trained small model save most of a large model's training, as the paper claims?
 
 A model with a third of the pairs, or a quarter for language, is trained, enlarged, and trained on
-for a tenth and a fifth of a large model's training (arXiv:2410.23168, Section 3.3). Others cost as
-many FLOPs: the small model's are *sunk*, *shared* with the two that grow from it, or *counted* in
-full. Random pairs have τ kept or, *as released*, that of the new number of pairs."""
+for a tenth and a fifth of a large model's training. Others cost as many FLOPs: the small model's
+are *sunk*, *shared* with the two that grow from it, or *counted* in full. Random pairs have τ kept
+or, *as released*, that of the new number of pairs."""
 GROWTH_START = """What does growth cost in its first steps, and what makes it cheaper?
 
 A language model with half of the pairs gets all of them in a stage of a fifth of the iterations.
-*New pairs, × 3* have a larger learning rate. *Noise* is
-[the authors' advice](https://github.com/Haiyang-W/TokenFormer/issues/11)."""
+*New pairs, × 3* have a larger learning rate. *Noise* is the authors' advice
+(https://github.com/Haiyang-W/TokenFormer/issues/11)."""
 LM_SCHEDULES = """How often should a language model grow? In 20, 10 or 5 equal steps to one size.
 
-A course report of 2024 has these schedules (G64, G128, G256), resets the optimiser's moments at
-each growth, and has a constant learning rate; here it follows the config's schedule."""
-
+A course report of 2024 has these schedules (G64, G128, G256), resets the moments at each growth,
+and has a constant learning rate; here it follows the config's schedule."""
 
 Part = Callable[[Sizes, float], Mapping[str, int]]  # a method that returns a share of the full size
-Small = Mapping[str, tuple[str, float]]  # label and share of all pairs, by name
-References = Mapping[str, tuple[str, Change]]  # label and change, by the start of names
+Named = Mapping[str, tuple[str, Any]]  # a label, and a share of all pairs or a change
 
 INITS = {
     "zero_key": "zero keys",
@@ -63,41 +62,32 @@ ACCOUNTS = {"sunk": 0.0, "shared": 1 / 3, "counted": 1.0}  # shares of the small
 STEPS = 50  # between two validations; each takes about as long as 40 training steps
 
 
-def times(number: int, part: Part, share: float) -> Size:
-    """Return a multiple of a share of the full size."""
-    return lambda sizes: {key: number * count for key, count in part(sizes, share).items()}
-
-
 def growing(schedule: Sequence[Mapping[str, int]], **how: Any) -> Change:
     """Grow by pairs, or a Transformer by what it has instead."""
     kind = "GrowthHook" if PAIRS[0] in schedule[0] else "Net2NetHook"
     return hook(kind, schedule=schedule, **how)
 
 
-def during(shares: Sequence[float], part: Part, **how: Any) -> Change:
+@factory
+def during(cfg: Config, sizes: Sizes, shares: Sequence[float], part: Part, **how: Any) -> None:
     """Start with the first share of the full size, and grow through the others in equal stages."""
-
-    def change(cfg: Config, sizes: Sizes) -> None:
-        key = length_key(cfg)
-        unit = {"max_epochs": "epoch", "max_iters": "iteration"}[key]
-        schedule = [
-            {unit: round(stage / len(shares) * cfg["train_cfg"][key]), **part(sizes, share)}
-            for stage, share in enumerate(shares)
-        ]
-        resized(times(1, part, shares[0]))(cfg, sizes)
-        growing(schedule[1:], **how)(cfg, sizes)
-
-    return change
+    key = length_key(cfg)
+    unit = {"max_epochs": "epoch", "max_iters": "iteration"}[key]
+    schedule = [
+        {unit: round(stage / len(shares) * cfg["train_cfg"][key]), **part(sizes, share)}
+        for stage, share in enumerate(shares)
+    ]
+    resized(lambda sizes: part(sizes, shares[0]))(cfg, sizes)
+    growing(schedule[1:], **how)(cfg, sizes)
 
 
-def at_start(size: Size, **how: Any) -> Change:
+@factory
+def at_start(cfg: Config, sizes: Sizes, size: Size, **how: Any) -> None:
     """Grow after the first iteration: the warm-up has hardly begun."""
-    return lambda cfg, sizes: growing([{"iteration": 1, **size(sizes)}], **how)(cfg, sizes)
+    growing([{"iteration": 1, **size(sizes)}], **how)(cfg, sizes)
 
 
-def in_one_schedule(
-    small: Small, unit: str, short: float, others: Iterable[Variant]
-) -> Iterator[Variant]:
+def in_one_schedule(small: Named, unit: str, short: float) -> Iterator[Variant]:
     """Compare growth with models that have one size; ``short`` is the share that costs as much."""
     for name, (label, share) in small.items():
         yield Variant(name, f"{label} of the pairs", share_of_pairs(share))
@@ -112,7 +102,6 @@ def in_one_schedule(
         how = {} if init == "zero_key" else {"init": init}  # the default of the hook
         change = during(shares, Sizes.pairs, **how)
         yield Variant(init, f"grown, {INITS[init]}", change, compare=compare)
-    yield from others
 
 
 def transformers(shares: Sequence[float]) -> Iterator[Variant]:
@@ -124,34 +113,29 @@ def transformers(shares: Sequence[float]) -> Iterator[Variant]:
         yield Variant(f"{prefix}net2net", f"{label}, Net2Net", wide, compare=(name,))
 
 
-def stages(numbers: Sequence[int], references: References) -> Iterator[Variant]:
+def stages(numbers: Sequence[int], references: Named) -> Iterator[Variant]:
     """Yield a small model, models that are several times as large, and growth between them.
 
     The largest has the config's pairs.
     """
-    last = max(numbers)
 
-    def ours(number: int) -> Size:
-        return times(number, Sizes.pairs, 1 / last)
+    def times(number: int, part: Part) -> Size:
+        share = 1 / max(numbers)
+        return lambda sizes: {key: number * each for key, each in part(sizes, share).items()}
 
-    def theirs(number: int) -> Size:
-        return times(number, Sizes.hidden, 1 / last)
-
-    compare = tuple(f"{prefix}reference" for prefix in references)
-    yield Variant("small", "small", resized(ours(1)), compare=compare)
-    for prefix, (label, change) in references.items():
-        small = several(change, resized(theirs(1)))
-        yield Variant(f"{prefix}reference", f"{label}, small", small)
-    for number in numbers:
-        name, label = f"x{number}", f"× {number}"
-        compare = tuple(f"{name}_{prefix}reference" for prefix in references)
-        yield Variant(name, f"{label}, from scratch", resized(ours(number)), compare=compare)
-        for prefix, (text, change) in references.items():
-            whole = several(change, resized(theirs(number)))
-            yield Variant(f"{name}_{prefix}reference", f"{text}, {label}, from scratch", whole)
-        for stage in LENGTHS:
-            yield from equal_costs(number, stage, ours(number))
-            yield from grown(number, stage, ours(number), theirs(number), references)
+    for number in (1, *numbers):
+        name, prefix, label = f"x{number}", f"x{number}_", f"× {number}, from scratch"
+        if number == 1:
+            name, prefix, label = "small", "", "small"
+        ours, theirs = times(number, Sizes.pairs), times(number, Sizes.hidden)
+        compare = tuple(f"{prefix}{each}reference" for each in references)
+        yield Variant(name, label, resized(ours), compare=compare)
+        for each, (text, change) in references.items():
+            own = several(change, resized(theirs))
+            yield Variant(f"{prefix}{each}reference", f"{text}, {label}", own)
+        for stage in LENGTHS if number > 1 else ():
+            yield from equal_costs(number, stage, ours)
+            yield from grown(number, stage, ours, theirs, references)
 
 
 def equal_costs(number: int, stage: int, size: Size) -> Iterator[Variant]:
@@ -170,7 +154,7 @@ def equal_costs(number: int, stage: int, size: Size) -> Iterator[Variant]:
 
 
 def grown(
-    number: int, stage: int, ours: Size, theirs: Size, references: References
+    number: int, stage: int, ours: Size, theirs: Size, references: Named
 ) -> Iterator[Variant]:
     """Yield the small model grown in each way and trained on, and Net2Net."""
     name, label, length = f"x{number}", f"× {number}", lasting(stage / 100)
@@ -186,14 +170,15 @@ def grown(
         yield Variant(own, text, change, start=small, compare=(f"{name}_{small}",))
 
 
+def often(cfg: Config, sizes: Sizes) -> None:
+    """Train for a fifth of the iterations, and validate often."""
+    length = cfg["train_cfg"]["max_iters"]
+    cfg["train_cfg"] |= {"max_iters": length // 5, "val_interval": min(STEPS, length // 20)}
+    cfg["default_hooks"]["logger"]["interval"] = STEPS // 10
+
+
 def first_steps() -> Iterator[Variant]:
     """Yield a small model, and stages after it that are validated often."""
-
-    def often(cfg: Config, sizes: Sizes) -> None:
-        length = cfg["train_cfg"]["max_iters"]
-        cfg["train_cfg"] |= {"max_iters": length // 5, "val_interval": min(STEPS, length // 20)}
-        cfg["default_hooks"]["logger"]["interval"] = STEPS // 10
-
     yield Variant("small", "half of the pairs", share_of_pairs(1 / 2))
     yield Variant("same", "not grown", often, start="small")
     for name, label, noise, how in (
@@ -226,26 +211,26 @@ def in_steps() -> Iterator[Variant]:
 
 
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1)
-HALF, QUARTER = ("half", 1 / 2), ("a quarter", 1 / 4)
 WIDER, DEEPER = during(SHARES[1:], Sizes.hidden), during(SHARES[1:], Sizes.depth)
 VITS = (
     Variant("vit", "ViT, matched", matched_vit),
     Variant("net2net", "ViT, Net2Net", several(matched_vit, WIDER)),
     Variant("stacking", "ViT, stacking", several(matched_vit, DEEPER)),
 )
-PARTS = {"small": QUARTER, "medium": HALF}
-LM_PARTS = {"eighth": ("an eighth", 1 / 8), "quarter": QUARTER, "half": HALF}
-LM_REFERENCES = {prefix: (label, transformer(kind)) for prefix, _, kind, label in TRANSFORMERS}
-IN_ONE = in_one_schedule(LM_PARTS, "iterations", 3 / 5, transformers(SHARES))
-FIRST = "Language: the first steps after growth"
-IN_STAGES = stages((2, 4), LM_REFERENCES)
+PARTS = {"small": ("a quarter", 1 / 4), "medium": ("half", 1 / 2)}
+LM_PARTS = {"eighth": ("an eighth", 1 / 8), "quarter": PARTS["small"], "half": PARTS["medium"]}
+IN_ONE = (*in_one_schedule(PARTS, "epochs", 2 / 3), *VITS)
+LM_IN_ONE = (*in_one_schedule(LM_PARTS, "iterations", 3 / 5), *transformers(SHARES))
+IN_STAGES = stages((2, 3), {"": ("ViT", matched_vit)})
+REFERENCES = {prefix: (label, transformer(kind)) for prefix, _, kind, label in TRANSFORMERS}
+LM_IN_STAGES, FIRST = stages((2, 4), REFERENCES), "Language: the first steps after growth"
 QUESTIONS = tuple(
     Question(name, title, text, tuple(own), metric, same_size=False)
     for name, title, text, own, metric in (
-        ("growth", "Growth", GROWTH, in_one_schedule(PARTS, "epochs", 2 / 3, VITS), "top1"),
-        ("stages", "Growth in stages", STAGES, stages((2, 3), {"": ("ViT", matched_vit)}), "top1"),
-        ("lm_growth", "Language: growth", LM_GROWTH, IN_ONE, "perplexity"),
-        ("lm_stages", "Language: growth in stages", STAGES, IN_STAGES, "perplexity"),
+        ("growth", "Growth", GROWTH, IN_ONE, "top1"),
+        ("stages", "Growth in stages", STAGES, IN_STAGES, "top1"),
+        ("lm_growth", "Language: growth", LM_GROWTH, LM_IN_ONE, "perplexity"),
+        ("lm_stages", "Language: growth in stages", STAGES, LM_IN_STAGES, "perplexity"),
         ("growth_start", FIRST, GROWTH_START, first_steps(), "perplexity"),
         ("lm_schedules", "Language: schedules of growth", LM_SCHEDULES, in_steps(), "perplexity"),
     )

@@ -14,6 +14,7 @@ from models import (
     base_model,
     hook,
     pairs_by_width,
+    resized,
     several,
     share_of_pairs,
     transformer,
@@ -78,7 +79,8 @@ def continued() -> Iterator[Variant]:
         label, compare = f"TokenFormer → grown, {label}", ("same", "net2net", "rotary_net2net")
         yield Variant(init, label, change, start="first", compare=compare)
     for prefix, name, positions, label in TRANSFORMERS:
-        matched = transformer(positions, lambda sizes: sizes.hidden(pairs=1 / 2))
+        half = resized(lambda sizes: sizes.hidden(pairs=1 / 2))
+        matched = several(transformer(positions), half)
         yield Variant(name, label, several(matched, books))
         same, wide = f"{name}_same", several(at_start(Sizes.hidden), news)
         yield Variant(same, f"{label} → not grown", news, start=name)
@@ -108,7 +110,10 @@ BOTH = ("transformer", "rotary")
 MATCHED, HALVED = pairs_by_width(3 / 4, 3), pairs_by_width(1 / 2, 2)
 LEARNED = several(MATCHED, arguments(positions="learned"))
 BESIDE = (
-    *(Variant(name, label, transformer(kind, of_width)) for _, name, kind, label in TRANSFORMERS),
+    *(
+        Variant(name, label, several(transformer(kind), resized(of_width)))
+        for _, name, kind, label in TRANSFORMERS
+    ),
     Variant("matched", "TokenFormer, matched", MATCHED, compare=BOTH),
     Variant("matched_learned", "matched, learned positions", LEARNED, compare=BOTH[:1]),
     Variant("width", "pairs = width (larger)", pairs_by_width(1, 4), compare=BOTH),

@@ -1,13 +1,17 @@
 """The models of ablations: sizes of a base's TokenFormer, and changes of its config."""
 
 import copy
+import functools
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import probes  # noqa: F401  registers its backbones
 import torch
+from mmengine.logging import MMLogger
+from mmengine.registry import DefaultScope
+from mmpretrain.registry import MODELS
 from timm.models import VisionTransformer
 
 from tokenformer_vit.benchmarking.costs import training_flops
@@ -16,6 +20,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.layers.block import token_arguments
 from tokenformer_vit.models import TokenFormerViT
+from tokenformer_vit.models.sizes import find_layers
 
 Config = dict[str, Any]
 PAIRS = tuple(COUNTS.values())  # names of the numbers of pairs
@@ -77,9 +82,6 @@ def length_key(cfg: Config) -> str:
 
 def build(cfg: Config) -> Any:
     """Build the model of a config without weights, to count parameters and FLOPs."""
-    from mmengine.registry import DefaultScope
-    from mmpretrain.registry import MODELS
-
     model = copy.deepcopy(cfg["model"])
     if is_language(cfg):
         import tokenformer_vit.training.language  # noqa: F401  registers CausalLM
@@ -87,41 +89,37 @@ def build(cfg: Config) -> Any:
         keys = ("architecture", "config", "sandwich", "distill")
         model = {"type": "CausalLM", **{key: model[key] for key in keys if key in model}}
     else:
-        import probes  # noqa: F401  registers its backbones
-
         model |= {"train_cfg": None, "data_preprocessor": {**cfg["data_preprocessor"]}}
         backbone = timm_part(model["backbone"])
         backbone |= {"type": "ProbeBackbone", "compile": False, "checkpoint_path": ""}
-    logging.disable(logging.INFO)  # LoRA logs a line for each layer
-    try:
-        with torch.device("meta"), DefaultScope.overwrite_default_scope("mmpretrain"):
-            return MODELS.build(model)
-    finally:
-        logging.disable(logging.NOTSET)
+    MMLogger.get_instance("models").setLevel("WARNING")  # LoRA logs a line for each layer
+    with torch.device("meta"), DefaultScope.overwrite_default_scope("mmpretrain"):
+        return MODELS.build(model)
 
 
 def sizes_of(cfg: Config) -> Sizes:
     """Return the sizes of a config's TokenFormer, before pairs are appended."""
     cfg, language = copy.deepcopy(cfg), is_language(cfg)
-    if not language:
-        cfg["model"]["backbone"]["growth"] = None
+    cfg["model"].get("backbone", {}).pop("growth", None)
     model = build(cfg)
     inner = model.model.base_model if language else model.backbone.model
-    blocks = getattr(inner, "blocks", None)
-    if blocks is None or not hasattr(blocks[0].mlp, "num_param_tokens"):
+    if not find_layers(inner):
         raise InputError(f"the model is a {type(inner).__name__}: give a config of a TokenFormer")
-    counts = {name: token_arguments(blocks)[name] for name in PAIRS}
+    counts = {name: token_arguments(inner.blocks)[name] for name in PAIRS}
     if lists := [name for name, number in counts.items() if isinstance(number, list)]:
         raise InputError(f"{lists[0]} differs between blocks: give one number for all of them")
     if language:
         names = ("vocab_size", "context_length", "tie_embeddings", *ROTATION)
-        outside = {name: getattr(inner.config, name) for name in names}
+        outside, width = (
+            {name: getattr(inner.config, name) for name in names},
+            inner.config.embed_dim,
+        )
     else:
-        patches = inner.patch_embed
-        outside = {"img_size": patches.img_size[0], "patch_size": patches.patch_size[0]}
-    width = inner.config.embed_dim if language else inner.embed_dim
-    shape = {"embed_dim": width, "depth": len(blocks), "num_heads": blocks[0].attn.num_heads}
-    return Sizes(shape, counts, outside, sum(each.numel() for each in model.parameters()))
+        image, patch = inner.patch_embed.img_size[0], inner.patch_embed.patch_size[0]
+        outside, width = {"img_size": image, "patch_size": patch}, inner.embed_dim
+    heads = inner.blocks[0].attn.num_heads
+    blocks = {"embed_dim": width, "depth": len(inner.blocks), "num_heads": heads}
+    return Sizes(blocks, counts, outside, sum(each.numel() for each in model.parameters()))
 
 
 def flops(cfg: Config) -> int:
@@ -137,101 +135,99 @@ def timm_part(backbone: Config) -> Config:
     return backbone["module"] if backbone["type"] == "LoRABackbone" else backbone
 
 
-def several(*changes: Change) -> Change:
+def factory(function: Callable[..., None]) -> Callable[..., Change]:
+    """Let a function be called with its settings alone, for a change by these."""
+
+    @functools.wraps(function)
+    def make(*args: Any, **settings: Any) -> Change:
+        return lambda cfg, sizes: function(cfg, sizes, *args, **settings)
+
+    return make
+
+
+@factory
+def several(cfg: Config, sizes: Sizes, *changes: Change) -> None:
     """Apply changes one after the other."""
-
-    def change(cfg: Config, sizes: Sizes) -> None:
-        for each in changes:
-            each(cfg, sizes)
-
-    return change
+    for change in changes:
+        change(cfg, sizes)
 
 
 base_model = several()  # the config's, or that of the variant that training goes on from
 
 
-def arguments(**new: Any) -> Change:
+@factory
+def arguments(cfg: Config, sizes: Sizes, **new: Any) -> None:
     """Set arguments of the model; those in a dict are set within it."""
-
-    def change(cfg: Config, sizes: Sizes) -> None:
-        own = cfg["model"]["config" if is_language(cfg) else "backbone"]
-        for name, value in new.items():
-            own[name] = {**(own.get(name) or {}), **value} if isinstance(value, dict) else value
-        if "hidden_features" in new and not is_language(cfg):
-            own["mlp_ratio"] = mlp_ratio(own.pop("hidden_features"), own["embed_dim"])
-
-    return change
+    own = cfg["model"]["config" if is_language(cfg) else "backbone"]
+    for name, value in new.items():
+        own[name] = {**(own.get(name) or {}), **value} if isinstance(value, dict) else value
+    if "hidden_features" in new and not is_language(cfg):
+        own["mlp_ratio"] = mlp_ratio(own.pop("hidden_features"), own["embed_dim"])
 
 
-def lasting(share: float) -> Change:
+@factory
+def lasting(cfg: Config, sizes: Sizes, share: float) -> None:
     """Multiply the length of the training; the learning rate schedule is stretched with it."""
-
-    def change(cfg: Config, sizes: Sizes) -> None:
-        key = length_key(cfg)
-        cfg["train_cfg"][key] = max(1, round(share * cfg["train_cfg"][key]))
-
-    return change
+    key = length_key(cfg)
+    cfg["train_cfg"][key] = max(1, round(share * cfg["train_cfg"][key]))
 
 
-def hook(type: str, **settings: Any) -> Change:
+@factory
+def hook(cfg: Config, sizes: Sizes, type: str, **settings: Any) -> None:
     """Add a hook to the training."""
-    return lambda cfg, sizes: cfg.setdefault("custom_hooks", []).append({"type": type, **settings})
+    cfg.setdefault("custom_hooks", []).append({"type": type, **settings})
 
 
-def resized(size: Size) -> Change:
+@factory
+def resized(cfg: Config, sizes: Sizes, size: Size) -> None:
     """Set numbers of pairs, blocks or hidden neurons."""
-    return lambda cfg, sizes: arguments(**size(sizes))(cfg, sizes)
+    arguments(**size(sizes))(cfg, sizes)
 
 
-def share_of_pairs(share: float) -> Change:
+@factory
+def share_of_pairs(cfg: Config, sizes: Sizes, share: float) -> None:
     """Keep a share of all pairs."""
-    return resized(lambda sizes: sizes.pairs(share))
+    arguments(**sizes.pairs(share))(cfg, sizes)
 
 
-def pairs_by_width(attention: float, ffn: float | None = None) -> Change:
+@factory
+def pairs_by_width(cfg: Config, sizes: Sizes, attention: float, ffn: float | None = None) -> None:
     """Set the pairs of each of q, k, v and o, and of feed-forward, as multiples of the width.
 
     Without ``ffn``, feed-forward has what is left, for as many parameters and FLOPs as the base.
     """
-
-    def pairs(sizes: Sizes) -> dict[str, int]:
-        each = round(attention * sizes.embed_dim)
-        left = sizes.pairs_of_block - 4 * each if ffn is None else round(ffn * sizes.embed_dim)
-        if left < 1:
-            raise InputError(f"{attention:g} C each are all pairs: leave this out of --variants")
-        return dict(zip(PAIRS, (each, each, left), strict=True))
-
-    return resized(pairs)
+    each = round(attention * sizes.embed_dim)
+    left = sizes.pairs_of_block - 4 * each if ffn is None else round(ffn * sizes.embed_dim)
+    if left < 1:
+        raise InputError(f"{attention:g} C each are all pairs: leave this out of --variants")
+    arguments(**dict(zip(PAIRS, (each, each, left), strict=True)))(cfg, sizes)
 
 
 def matched_vit(cfg: Config, sizes: Sizes) -> None:
     """Use timm's ViT of the TokenFormer's width and depth with as many weights."""
-    ours, timms = map(inspect.signature, (TokenFormerViT, VisionTransformer))
-    only_ours = ours.parameters.keys() - timms.parameters.keys()
+    ours = inspect.signature(TokenFormerViT).parameters
+    timms = inspect.signature(VisionTransformer).parameters
     backbone = cfg["model"]["backbone"]
     name = "vit_conv_stem" if backbone.get("stem") == "conv" else "vit_base_patch16_224"
     if backbone["model_name"].endswith("_distilled"):
         name = "deit_base_distilled_patch16_224"
     cfg["model"]["backbone"] = {
-        **{key: value for key, value in backbone.items() if key not in only_ours},
+        **{key: backbone[key] for key in backbone if key in timms or key not in ours},
         "model_name": name,
         **sizes.outside,
         **sizes.blocks,
     }
-    resized(Sizes.hidden)(cfg, sizes)
+    arguments(**sizes.hidden())(cfg, sizes)
 
 
-def transformer(positions: str, hidden: Size = Sizes.hidden) -> Change:
-    """Use a Transformer of the TokenFormer's width, depth and rotation for language."""
-
-    def change(cfg: Config, sizes: Sizes) -> None:
-        rotary = positions == "rotary"
-        cfg["model"]["architecture"] = "transformer"
-        cfg["model"]["config"] = {
-            **{key: v for key, v in sizes.outside.items() if rotary or key not in ROTATION},
-            **({"positions": positions} if rotary else {}),
-            **sizes.blocks,
-            **hidden(sizes),
-        }
-
-    return change
+@factory
+def transformer(cfg: Config, sizes: Sizes, positions: str) -> None:
+    """Use a Transformer of the TokenFormer's width, depth, weights and rotation for language."""
+    rotary = positions == "rotary"
+    cfg["model"]["architecture"] = "transformer"
+    cfg["model"]["config"] = {
+        **{key: v for key, v in sizes.outside.items() if rotary or key not in ROTATION},
+        **({"positions": positions} if rotary else {}),
+        **sizes.blocks,
+        **sizes.hidden(),
+    }

@@ -1,13 +1,23 @@
-"""Which recipe? The paper's, Muon instead of AdamW, and DeiT III's, for a TokenFormer and a ViT.
+"""TokenFormer and ViT by other recipes, and at equal costs."""
+
+from collections.abc import Iterator
+from itertools import product
+
+from models import Config, Sizes, base_model, lasting, matched_vit, resized, several
+from sweep import Question, Variant, main
+
+RECIPES = """\
+Which recipe? The paper's, Muon instead of AdamW, and DeiT III's, for a TokenFormer and a ViT.
 
 *Muon* makes the steps of matrices orthogonal, at the size of AdamW's steps (arXiv:2502.16982);
 AdamW updates the rest. *DeiT III* (arXiv:2204.07118) is LAMB, binary cross-entropy on mixed images,
-LayerScale, and a random grayscale, solarisation or blur before a change of colours. Crops, drop
-path and the length are the config's.
-"""
+LayerScale, and a random grayscale, solarisation or blur. Crops, drop path and the length are the
+config's."""
+BUDGET = """\
+TokenFormer or ViT at equal cost? Three sizes, three budgets, each at its best learning rate.
 
-from models import Change, Config, Sizes, base_model, matched_vit, several
-from sweep import Question, Variant, main
+Both have the same width, depth, weights in their blocks, and epochs: equal training FLOPs. Each
+budget has a whole learning rate schedule."""
 
 
 def muon(cfg: Config, sizes: Sizes) -> None:
@@ -47,29 +57,36 @@ def deit3(cfg: Config, sizes: Sizes) -> None:
     cfg["train_dataloader"]["dataset"] |= {"type": "CustomDataset", "pipeline": pipeline}
 
 
-RECIPES = {"adamw": ("AdamW", base_model), "muon": ("Muon", muon), "deit3": ("DeiT III", deit3)}
+def by_recipe() -> Iterator[Variant]:
+    """Yield both models by each recipe."""
+    recipes = (("adamw", "AdamW", base_model), ("muon", "Muon", muon), ("deit3", "DeiT III", deit3))
+    models = (("tokenformer", "TokenFormer", base_model), ("vit", "ViT, matched", matched_vit))
+    for (kind, label, model), (recipe, text, change) in product(models, recipes):
+        others = (f"vit_{recipe}", f"{kind}_adamw")
+        name = f"{kind}_{recipe}"
+        compare = tuple(other for other in others if other != name)
+        yield Variant(name, f"{label}, {text}", several(model, change), compare=compare)
 
 
-def variants(family: str, label: str, model: Change) -> list[Variant]:
-    """Train a model by every recipe."""
-    return [
-        Variant(
-            f"{family}_{name}",
-            f"{label}, {text}",
-            several(model, recipe),
-            compare=(
-                *([f"vit_{name}"] if family != "vit" else ()),
-                *([f"{family}_adamw"] if name != "adamw" else ()),
-            ),
+def at_equal_cost() -> Iterator[Variant]:
+    """Yield both models for each number of blocks and epochs, in those of the config."""
+    blocks = {"half": 1 / 2, "one": 1, "double": 2}
+    epochs = {"quarter": 1 / 4, "half": 1 / 2, "all": 1}
+    models = (("vit", "ViT", matched_vit), ("ours", "TokenFormer", base_model))
+    for size, budget, (kind, label, model) in product(blocks, epochs, models):
+        deep = resized(lambda sizes, share=blocks[size]: sizes.depth(share))
+        name, others = f"{kind}_{size}_{budget}", (f"{kind}_{size}_all", f"vit_{size}_{budget}")
+        yield Variant(
+            name,
+            f"{label}, {blocks[size]:g} × the blocks, {epochs[budget]:g} × the epochs",
+            several(model, deep, lasting(epochs[budget])),
+            compare=tuple(other for other in others if other != name),
         )
-        for name, (text, recipe) in RECIPES.items()
-    ]
 
 
-MODELS = (("tokenformer", "TokenFormer", base_model), ("vit", "ViT, matched", matched_vit))
-VARIANTS = tuple(variant for model in MODELS for variant in variants(*model))
 QUESTIONS = (
-    Question("recipes", "Recipes", str(__doc__), VARIANTS, same_size=False, diagnose=True),
+    Question("recipes", "Recipes", RECIPES, tuple(by_recipe()), same_size=False, diagnose=True),
+    Question("budget", "Equal budgets", BUDGET, tuple(at_equal_cost()), same_size=False),
 )
 
 if __name__ == "__main__":
