@@ -12,13 +12,13 @@ from models import (
     Sizes,
     base_model,
     factory,
+    fewer_pairs,
     hook,
     lasting,
     length_key,
     matched_vit,
     resized,
     several,
-    share_of_pairs,
     transformer,
 )
 from sweep import Question, Variant, main
@@ -90,11 +90,11 @@ def at_start(cfg: Config, sizes: Sizes, size: Size, **how: Any) -> None:
 def in_one_schedule(small: Named, unit: str, short: float) -> Iterator[Variant]:
     """Compare growth with models that have one size; ``short`` is the share that costs as much."""
     for name, (label, share) in small.items():
-        yield Variant(name, f"{label} of the pairs", share_of_pairs(share))
+        yield Variant(name, f"{label} of the pairs", fewer_pairs(share))
     yield Variant("large", "all pairs: the largest", base_model)
     yield Variant("large_short", f"the largest, fewer {unit}", lasting(short))
     name, (label, least) = next(iter(small.items()))
-    longer = several(share_of_pairs(least), lasting(2))
+    longer = several(fewer_pairs(least), lasting(2))
     yield Variant(f"{name}_long", f"{label}, twice the {unit}", longer)
     shares = (*(share for _, share in small.values()), 1)
     compare = ("large", "large_short", f"{name}_long")
@@ -134,36 +134,25 @@ def stages(numbers: Sequence[int], references: Named) -> Iterator[Variant]:
             own = several(change, resized(theirs))
             yield Variant(f"{prefix}{each}reference", f"{text}, {label}", own)
         for stage in LENGTHS if number > 1 else ():
-            yield from equal_costs(number, stage, ours)
-            yield from grown(number, stage, ours, theirs, references)
+            yield from stage_of(number, stage, ours, theirs, references)
 
 
-def equal_costs(number: int, stage: int, size: Size) -> Iterator[Variant]:
-    """Yield what the FLOPs of a stage could also train: the small model, or the large one."""
-    name, label = f"x{number}", f"× {number}"
-    cost, same = (name, stage / 100), f"small, not grown, cost of {label}, {stage} %"
-    yield Variant(f"{name}_same_{stage}", same, base_model, start="small", costs=(cost,))
-    for account, share in ACCOUNTS.items():
-        yield Variant(
-            f"{name}_{account}_{stage}",
-            f"{label}, from scratch, cost of {stage} %, small model {account}",
-            resized(size),
-            compare=(name,),
-            costs=(cost, ("small", share)),
-        )
-
-
-def grown(
+def stage_of(
     number: int, stage: int, ours: Size, theirs: Size, references: Named
 ) -> Iterator[Variant]:
-    """Yield the small model grown in each way and trained on, and Net2Net."""
+    """Yield a stage after the small model, and what its FLOPs could also train."""
     name, label, length = f"x{number}", f"× {number}", lasting(stage / 100)
+    cost, text = (name, stage / 100), f"small, not grown, cost of {label}, {stage} %"
+    yield Variant(f"{name}_same_{stage}", text, base_model, start="small", costs=(cost,))
+    for account, share in ACCOUNTS.items():
+        text = f"{label}, from scratch, cost of {stage} %, small model {account}"
+        own, costs = f"{name}_{account}_{stage}", (cost, ("small", share))
+        yield Variant(own, text, resized(ours), compare=(name,), costs=costs)
     others = (*ACCOUNTS, "same", *(f"{prefix}net2net" for prefix in references))
     compare = (name, *(f"{name}_{other}_{stage}" for other in others))
     for init, text in INITS.items():
         own, change = f"{name}_{init}_{stage}", several(at_start(ours, init=init), length)
-        text = f"{label}, {text}, {stage} %"
-        yield Variant(own, text, change, start="small", compare=compare)
+        yield Variant(own, f"{label}, {text}, {stage} %", change, start="small", compare=compare)
     for prefix, (text, _) in references.items():
         own, small = f"{name}_{prefix}net2net_{stage}", f"{prefix}reference"
         change, text = several(at_start(theirs), length), f"{text}, {label}, Net2Net, {stage} %"
@@ -179,7 +168,7 @@ def often(cfg: Config, sizes: Sizes) -> None:
 
 def first_steps() -> Iterator[Variant]:
     """Yield a small model, and stages after it that are validated often."""
-    yield Variant("small", "half of the pairs", share_of_pairs(1 / 2))
+    yield Variant("small", "half of the pairs", fewer_pairs(1 / 2))
     yield Variant("same", "not grown", often, start="small")
     for name, label, noise, how in (
         ("zero_key", "zero keys", 0, {}),

@@ -7,16 +7,16 @@ from typing import Any
 from growth import at_start
 from models import (
     TRANSFORMERS,
-    Change,
     Config,
     Sizes,
     arguments,
     base_model,
+    factory,
+    fewer_pairs,
     hook,
     pairs_by_width,
     resized,
     several,
-    share_of_pairs,
     transformer,
 )
 from sweep import Question, Variant, main
@@ -27,9 +27,9 @@ TRANSFORMER = """How does a TokenFormer language model compare with a Transforme
 feed-forward layer. *Halved feed-forward* is as small as in a course report of 2024."""
 CONTINUE = """What does growth do when training continues with new text?
 
-A TokenFormer with half of the config's pairs, and Transformers with as many weights, train on books
-(`gutenberg`) and continue with news (`newstest_en`), unchanged or grown (arXiv:2410.23168, Figure
-6). The texts are folders beside that of the config or of --data-root."""
+Models with half of the config's pairs, or as many weights, train on books (`gutenberg`), then on
+news (`newstest_en`), unchanged or grown (arXiv:2410.23168, Figure 6). The texts are folders beside
+that of the config or of --data-root."""
 LANGUAGES = """Can a model learn languages in turn, and forget none, if each has its own pairs?
 
 *Masked*: a language is trained and read with only its own pairs; what is outside the blocks trains,
@@ -37,50 +37,44 @@ or is *frozen* after English. The newest pairs read a language that was not trai
 folders beside that of the config or of --data-root."""
 
 TEXTS = BOOKS, NEWS = ("gutenberg", "newstest_en")
+HALF = resized(lambda sizes: sizes.hidden(pairs=1 / 2))
 LANGUAGE_OF = {"newstest_en": "English", "newstest_fr": "French", "newstest_es": "Spanish"}
 
 
-def of_width(sizes: Sizes) -> dict[str, int]:
-    """Return the 4 C neurons of a Transformer's hidden layers."""
-    return {"hidden_features": 4 * sizes.embed_dim}
-
-
-def on(text: str, texts: tuple[str, ...]) -> Change:
+@factory
+def on(cfg: Config, sizes: Sizes, text: str, texts: tuple[str, ...]) -> None:
     """Train on a text, and measure on all texts."""
-
-    def change(cfg: Config, sizes: Sizes) -> None:
-        train = cfg["train_dataloader"]["dataset"]
-        folder = Path(train["data_root"]).parent
-        train["data_root"] = str(folder / text)
-        for name in ("val_dataloader", "test_dataloader"):
-            cfg[name]["dataset"]["data_root"] = [str(folder / each) for each in texts]
-
-    return change
+    train = cfg["train_dataloader"]["dataset"]
+    folder = Path(train["data_root"]).parent
+    train["data_root"] = str(folder / text)
+    for name in ("val_dataloader", "test_dataloader"):
+        cfg[name]["dataset"]["data_root"] = [str(folder / each) for each in texts]
 
 
-def appended(stage: int, init: str) -> Change:
+@factory
+def appended(cfg: Config, sizes: Sizes, stage: int, init: str) -> None:
     """Append pairs to the trained model, to a multiple of the config's."""
-    return lambda cfg, sizes: cfg["model"].update(growth={**sizes.pairs(stage), "init": init})
+    cfg["model"]["growth"] = {**sizes.pairs(stage), "init": init}
 
 
-def masked(text: str, **how: Any) -> Change:
+@factory
+def masked(cfg: Config, sizes: Sizes, text: str, **how: Any) -> None:
     """Train and read a text with only the newest pairs."""
-    model = {"type": "masked_lm.MaskedLM", "masks": {"new": text}, **how}
-    return several(lambda cfg, sizes: cfg["model"].update(model), hook("masked_lm.MasksHook"))
+    cfg["model"] |= {"type": "masked_lm.MaskedLM", "masks": {"new": text}, **how}
+    hook("masked_lm.MasksHook")(cfg, sizes)
 
 
 def continued() -> Iterator[Variant]:
     """Yield models on books, and what becomes of them on news."""
     books, news = on(BOOKS, TEXTS), on(NEWS, TEXTS)
-    yield Variant("first", "TokenFormer", several(share_of_pairs(1 / 2), books))
+    yield Variant("first", "TokenFormer", several(fewer_pairs(1 / 2), books))
     yield Variant("same", "TokenFormer → not grown", news, start="first")
     for init, label in (("zero_key", "zero keys"), ("random", "random")):
         change = several(appended(1, init), news)
         label, compare = f"TokenFormer → grown, {label}", ("same", "net2net", "rotary_net2net")
         yield Variant(init, label, change, start="first", compare=compare)
     for prefix, name, positions, label in TRANSFORMERS:
-        half = resized(lambda sizes: sizes.hidden(pairs=1 / 2))
-        matched = several(transformer(positions), half)
+        matched = several(transformer(positions), HALF)
         yield Variant(name, label, several(matched, books))
         same, wide = f"{name}_same", several(at_start(Sizes.hidden), news)
         yield Variant(same, f"{label} → not grown", news, start=name)
@@ -109,10 +103,11 @@ def in_turn() -> Iterator[Variant]:
 BOTH = ("transformer", "rotary")
 MATCHED, HALVED = pairs_by_width(3 / 4, 3), pairs_by_width(1 / 2, 2)
 LEARNED = several(MATCHED, arguments(positions="learned"))
+WIDE = resized(lambda sizes: {"hidden_features": 4 * sizes.embed_dim})
 BESIDE = (
     *(
-        Variant(name, label, several(transformer(kind), resized(of_width)))
-        for _, name, kind, label in TRANSFORMERS
+        Variant(name, text, several(transformer(kind), WIDE))
+        for _, name, kind, text in TRANSFORMERS
     ),
     Variant("matched", "TokenFormer, matched", MATCHED, compare=BOTH),
     Variant("matched_learned", "matched, learned positions", LEARNED, compare=BOTH[:1]),

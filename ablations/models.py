@@ -185,7 +185,7 @@ def resized(cfg: Config, sizes: Sizes, size: Size) -> None:
 
 
 @factory
-def share_of_pairs(cfg: Config, sizes: Sizes, share: float) -> None:
+def fewer_pairs(cfg: Config, sizes: Sizes, share: float) -> None:
     """Keep a share of all pairs."""
     arguments(**sizes.pairs(share))(cfg, sizes)
 

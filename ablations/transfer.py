@@ -1,10 +1,11 @@
 """Models that start from others: from masked autoencoders, or from a training on other images."""
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from models import PAIRS, Change, Config, Sizes, arguments, base_model, matched_vit, several
+from models import PAIRS, Config, Sizes, arguments, base_model, factory, matched_vit, several
 from sweep import Question, Variant, main
 
 from tokenformer_vit.errors import InputError
@@ -16,8 +17,8 @@ Pre-training (arXiv:2111.06377) has five times the epochs of the config, and so 
 a tenth of the labels. The same model from scratch has as many epochs as both together."""
 TUNING = """What to train of a model that was trained on other data? Appended pairs, LoRA, the rest?
 
-A TokenFormer and its matched ViT, trained on CIFAR-10, are tuned to other images. LoRA on every
-linear layer of the ViT has as many parameters as appended pairs. All seeds share these two models:
+LoRA on every linear layer of the matched ViT has as many parameters as appended pairs. All seeds
+share a TokenFormer and a ViT, which were trained on CIFAR-10 by
 `python ablations/growth.py growth --config configs/cifar10_micro.py --variants large vit`."""
 
 TIMES = 5  # epochs of pre-training, and of fine-tuning with few labels, in those of the config
@@ -34,20 +35,17 @@ def pretrain(cfg: Config, sizes: Sizes) -> None:
     cfg |= {**recipe, "train_dataloader": cfg["train_dataloader"]}
 
 
-def classify(share: float, scratch: bool) -> Change:
+@factory
+def classify(cfg: Config, sizes: Sizes, share: float, scratch: bool) -> None:
     """Train a classifier on a share of the labels."""
-
-    def change(cfg: Config, sizes: Sizes) -> None:
-        times = (1 if share == 1 else TIMES) + (TIMES if scratch else 0)
-        cfg["train_cfg"]["max_epochs"] *= times
-        cfg["train_dataloader"]["dataset"]["share"] = share
-        if scratch:
-            cfg["model"]["backbone"]["checkpoint_path"] = ""
-            cfg["optim_wrapper"]["paramwise_cfg"]["layer_decay_rate"] = 1.0
-        else:
-            cfg["model"]["backbone"]["global_pool"] = "avg"  # with a new norm after it
-
-    return change
+    times = (1 if share == 1 else TIMES) + (TIMES if scratch else 0)
+    cfg["train_cfg"]["max_epochs"] *= times
+    cfg["train_dataloader"]["dataset"]["share"] = share
+    if scratch:
+        cfg["model"]["backbone"]["checkpoint_path"] = ""
+        cfg["optim_wrapper"]["paramwise_cfg"]["layer_decay_rate"] = 1.0
+    else:
+        cfg["model"]["backbone"]["global_pool"] = "avg"  # with a new norm after it
 
 
 def with_mae() -> Iterator[Variant]:
@@ -55,33 +53,13 @@ def with_mae() -> Iterator[Variant]:
     for kind, label, model in (("ours", "TokenFormer", base_model), ("vit", "ViT", matched_vit)):
         mae = f"{kind}_mae"
         yield Variant(mae, f"{label}, MAE", several(model, pretrain), prepares=True)
-        for labels, share in (("all", 1.0), ("tenth", 0.1)):
-            scratch, text = f"{kind}_scratch_{labels}", f"{share:.0%} of the labels"
-            vit = () if kind == "vit" else (f"vit_scratch_{labels}",)
-            change = several(model, classify(share, scratch=True))
-            yield Variant(scratch, f"{label}, from scratch, {text}", change, compare=vit)
-            vit = () if kind == "vit" else (f"vit_mae_{labels}",)
-            name, change = f"{mae}_{labels}", classify(share, scratch=False)
-            yield Variant(name, f"{label}, MAE, {text}", change, start=mae, compare=(scratch, *vit))
-
-
-def appended(rank: int) -> Change:
-    """Append pairs to each layer by its size, with as many parameters as LoRA of a rank has.
-
-    LoRA has ``rank * (C_in + C_out)`` for each of the four linear layers of a block of the matched
-    ViT (C to 3C, C to C, C to hidden and back). A pair has 2C.
-    """
-
-    def change(cfg: Config, sizes: Sizes) -> None:
-        width, hidden = sizes.embed_dim, sizes.hidden()["hidden_features"]
-        new = round(rank * (8 * width + 2 * hidden) / (2 * width))
-        share, total = new / sizes.pairs_of_block, sizes.pairs_of_block + new
-        qkv, proj = (sizes.counts[key] + round(share * sizes.counts[key]) for key in PAIRS[:2])
-        pairs = dict(zip(PAIRS, (qkv, proj, total - 3 * qkv - proj), strict=True))
-        backbone = trained(cfg)
-        backbone["growth"] = {**(backbone.get("growth") or {}), **pairs, "freeze": "old"}
-
-    return change
+        for (labels, share), start in product((("all", 1.0), ("tenth", 0.1)), (None, mae)):
+            way, how = ("mae", "MAE") if start else ("scratch", "from scratch")
+            name, text = f"{kind}_{way}_{labels}", f"{label}, {how}, {share:.0%} of the labels"
+            others = (f"{kind}_scratch_{labels}", f"vit_{way}_{labels}")
+            compare = tuple(other for other in others if other != name)
+            change = several(base_model if start else model, classify(share, scratch=not start))
+            yield Variant(name, text, change, start, compare)
 
 
 def trained(cfg: Config) -> Config:
@@ -95,9 +73,26 @@ def trained(cfg: Config) -> Config:
     return backbone
 
 
-def tuned(**new: Any) -> Change:
+@factory
+def appended(cfg: Config, sizes: Sizes, rank: int) -> None:
+    """Append pairs to each layer by its size, with as many parameters as LoRA of a rank has.
+
+    LoRA has ``rank * (C_in + C_out)`` for each of the four linear layers of a block of the matched
+    ViT (C to 3C, C to C, C to hidden and back). A pair has 2C.
+    """
+    width, hidden = sizes.embed_dim, sizes.hidden()["hidden_features"]
+    new = round(rank * (8 * width + 2 * hidden) / (2 * width))
+    share, total = new / sizes.pairs_of_block, sizes.pairs_of_block + new
+    qkv, proj = (sizes.counts[key] + round(share * sizes.counts[key]) for key in PAIRS[:2])
+    pairs = dict(zip(PAIRS, (qkv, proj, total - 3 * qkv - proj), strict=True))
+    trained(cfg)
+    arguments(growth={**pairs, "freeze": "old"})(cfg, sizes)
+
+
+@factory
+def tuned(cfg: Config, sizes: Sizes, **new: Any) -> None:
     """Train the model without new pairs."""
-    return lambda cfg, sizes: trained(cfg).update(growth=None, **new)
+    trained(cfg).update(growth=None, **new)
 
 
 def vit(cfg: Config, sizes: Sizes) -> None:
@@ -106,22 +101,18 @@ def vit(cfg: Config, sizes: Sizes) -> None:
     variant, _, seed = folder.name.rpartition("_")
     if variant != "large":
         raise InputError(f"rename {folder} to large_seedN, beside vit_seedN with the ViT")
-    matched_vit(cfg, sizes)
     path = folder.parent / f"vit_{seed}" / "model.safetensors"
-    cfg["model"]["backbone"].update(checkpoint_path=str(path), growth=None)
+    several(matched_vit, arguments(checkpoint_path=str(path), growth=None))(cfg, sizes)
     trained(cfg)
 
 
-def lora(rank: int) -> Change:
+@factory
+def lora(cfg: Config, sizes: Sizes, rank: int) -> None:
     """Put LoRA on every linear layer of the ViT."""
-
-    def change(cfg: Config, sizes: Sizes) -> None:
-        vit(cfg, sizes)
-        targets = [{"type": name} for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
-        own = {"module": cfg["model"]["backbone"], "alpha": rank, "rank": rank, "targets": targets}
-        cfg["model"]["backbone"] = {"type": "LoRABackbone", **own}
-
-    return change
+    vit(cfg, sizes)
+    targets = [{"type": name} for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
+    own = {"module": cfg["model"]["backbone"], "alpha": rank, "rank": rank, "targets": targets}
+    cfg["model"]["backbone"] = {"type": "LoRABackbone", **own}
 
 
 def whole(cfg: Config, sizes: Sizes) -> None:
@@ -141,10 +132,12 @@ TUNED = (
     Variant("lora_large", "ViT, LoRA, more", lora(16)),
     Variant("vit_full", "ViT, the whole model", several(vit, whole)),
 )
-MAES = tuple(with_mae())
-QUESTIONS = (
-    Question("mae", "Masked autoencoders", MAE, MAES, same_size=False, from_scratch=False),
-    Question("tuning", "Tuning", TUNING, TUNED, same_size=False, from_scratch=False),
+QUESTIONS = tuple(
+    Question(name, title, text, tuple(variants), same_size=False, from_scratch=False)
+    for name, title, text, variants in (
+        ("mae", "Masked autoencoders", MAE, with_mae()),
+        ("tuning", "Tuning", TUNING, TUNED),
+    )
 )
 
 if __name__ == "__main__":

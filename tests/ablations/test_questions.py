@@ -4,20 +4,14 @@ import copy
 
 import pytest
 import sweep
-from budget import QUESTIONS as BUDGET
-from growth import QUESTIONS as GROWTH
-from language import QUESTIONS as LANGUAGE
 from models import build, flops, matched_vit, sizes_of
-from nested import QUESTIONS as NESTED
-from recipes import QUESTIONS as RECIPES
-from theta import QUESTIONS as THETA
-from transfer import QUESTIONS as TRANSFER
+from report import questions
 
 from tokenformer_vit.training.config import load_config
 
 BASES = {"mae": "mae_cifar10_micro_finetune", "tuning": "tuning_imagenette"}
 BASES |= {"lm_continue": "lm_newstest", "lm_languages": "lm_newstest"}
-QUESTIONS = (*THETA, *BUDGET, *RECIPES, *NESTED, *TRANSFER, *GROWTH, *LANGUAGE)
+QUESTIONS = questions()
 
 
 def configs_of(question):
@@ -29,7 +23,7 @@ def configs_of(question):
     return sweep.Sweep(*sweep.parse([question], words)).configs
 
 
-@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.name)
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
 def test_every_variant_has_a_config_of_its_own(question, monkeypatch):
     if question.metric == "perplexity":
         pytest.importorskip("transformers")
@@ -62,7 +56,7 @@ def test_the_vit_has_as_many_weights_and_costs_as_much(name):
 
 
 def test_stages_cost_what_they_are_compared_with():
-    configs = configs_of(next(each for each in GROWTH if each.name == "stages"))
+    configs = configs_of(QUESTIONS["stages"])
 
     def cost(name):
         return flops(configs[name]) * configs[name]["train_cfg"]["max_epochs"]
