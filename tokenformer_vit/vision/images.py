@@ -67,14 +67,15 @@ def read_image(path: str | Path, content: bytes | None = None) -> Image.Image:
 
 def read_pixels(path: str | Path, content: bytes | None = None) -> np.ndarray:
     """Return the image of :func:`read_image`, (H, W, 3) uint8; it is faster for common JPEGs."""
-    if simplejpeg is not None and (content is not None or os.path.isfile(path)):
-        with suppress(Exception):  # Pillow says what is wrong with a file, if anything
-            data = Path(path).read_bytes() if content is None else content
-            with opened(path, data) as image:
+    with suppress(Exception):  # Pillow says what is wrong with a file, if anything
+        if content is None and os.path.isfile(path):
+            content = Path(path).read_bytes()
+        if simplejpeg is not None and content is not None and content.startswith(b"\xff\xd8"):
+            with opened(path, content) as image:
                 upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
                 common = image.format == "JPEG" and image.mode in ("RGB", "L")
             if common and upright:
-                return simplejpeg.decode_jpeg(data, "RGB")  # raises if the file is truncated
+                return simplejpeg.decode_jpeg(content, "RGB")  # raises if the file is truncated
     return np.array(read_image(path, content))
 
 
