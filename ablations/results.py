@@ -7,7 +7,7 @@ chosen, else what seed 0 chose it on: "test", or "held-out", and then seed 0 is 
 is a digest of the config, without which a run is never taken for finished.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,9 +35,9 @@ def read(path: Path = RESULTS) -> pd.DataFrame:
     return pd.concat([rows, others.assign(question=parts[0], variant=parts[1])])
 
 
-def find(rows: pd.DataFrame, run: Mapping[str, Any]) -> pd.DataFrame:
-    """Return the rows of one run: none or one of results, many of curves."""
-    return rows.loc[(rows[RUN] == pd.Series(run)[RUN]).all(axis=1)]
+def find(rows: pd.DataFrame, run: Mapping[str, Any], keys: Sequence[str] = RUN) -> pd.DataFrame:
+    """Return the rows of one run: none or one of results, many of curves; or by other ``keys``."""
+    return rows.loc[(rows[[*keys]] == pd.Series(run)[[*keys]]).all(axis=1)]
 
 
 def append(row: Mapping[str, Any], curves: pd.DataFrame, results: Path = RESULTS) -> None:

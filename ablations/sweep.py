@@ -160,6 +160,9 @@ class Sweep:
     def run(self) -> None:
         """Train what is left: with several rates, first seed 0 at every rate."""
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+        if self.args.check:
+            self.check(self.args.check[0], int(self.args.check[1]))
+            return
         if self.several:
             self.choose_rates()
         seeds = range(self.several, self.several + self.args.seeds)
@@ -184,6 +187,36 @@ class Sweep:
                 # Commands that were printed may still run.
                 if len(rows) == len(own) or (len(rows) and not self.args.print_commands):
                     self.best |= results.best_rates(rows, self.question.metric)
+
+    def check(self, name: str, seed: int) -> None:
+        """Train a recorded run again in a folder of its own, and compare its result."""
+        metric, kept, args = self.question.metric, self.args.results, self.args
+        rows = results.find(results.read(kept), self.name, results.SWEEP)
+        rows = results.at_best(rows, metric)
+        row = results.find(rows, {"variant": name, "seed": seed}, ("variant", "seed"))
+        if row.empty or name not in self.variants:
+            raise InputError(f"{kept} has no run of {name} with seed {seed} that counts")
+        old, sigma = row.iloc[0], results.noise(rows, metric).sigma
+        self.best |= rows.set_index("variant")["lr"].to_dict()
+        variant, lr = self.variants[name], self.best[name]
+        if old["config"] not in ("", self.planned(variant, lr, seed).digest):
+            raise InputError(f"{kept} has {name} of another config: give the options of that sweep")
+        args.work_dir, args.results = args.work_dir / "check", args.work_dir / "check/results.csv"
+        runs = [self.planned(variant, lr, seed)]
+        while (start := runs[0].start) is not None:
+            runs = [start, *runs]
+        self.train(runs)
+        new = self.row_of(runs[-1])
+        if new is None:
+            sys.exit(f"failed: {', '.join(self.failed)}")
+        machine = ("hardware", "cpu", "dtype", "torch")
+        same = all(old.get(key, "") == new.get(key, "") for key in machine)
+        allowed, change = 0 if same else 2 * sigma, new[metric] - old[metric]
+        where = "on the same processor and torch" if same else "elsewhere"
+        text = f"{name}, seed {seed}: {old[metric]:g}, and {new[metric]:g} {where}"
+        if abs(change) > allowed:
+            sys.exit(f"{text}: more than {allowed:.2g} apart")
+        print(f"{text}: agrees, at most {allowed:.2g} apart")
 
     def planned(self, variant: Variant, lr: float, seed: int, hold: bool = False) -> Run:
         """Return a run with its whole config; with ``hold``, it is validated on held-out data."""
@@ -473,6 +506,7 @@ def parse(
     add_run(parser)
     add("--amp", action="store_true", help="train under bfloat16 autocast")
     add("--jobs", type=whole_number(1), default=1, help="runs at a time, which share the GPUs")
+    add("--check", nargs=2, metavar=("VARIANT", "SEED"), help="repeat a run, and compare it")
     add("--print-commands", action="store_true", help="print what is left to train, no more")
     add("--allow-dirty", action="store_true", help="train although the repository has changes")
     add("--work-dir", type=Path, help="default: work_dirs/ablations/QUESTION/CONFIG")

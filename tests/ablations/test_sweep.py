@@ -119,6 +119,22 @@ def test_trainings_find_the_probes(run, monkeypatch):
     assert model.sizes == (0.25, 0.5, 0.75, 1.0)
 
 
+def test_a_recorded_run_is_repeated_and_compared(run, capsys):
+    words = ("--variants", "grown_50", "--seeds", "2")
+    run(*words, questions=NESTED)
+    run(*words, "--check", "grown_50", "1", questions=NESTED)
+    assert "grown_50, seed 1: 79, and 79 on the same processor" in capsys.readouterr().out
+    rows = Path("work", "results.csv")
+    assert len(results.read(rows)) == 4
+    rows.write_text(rows.read_text().replace("79.0,", "78.0,"))
+    shutil.rmtree("work/check")
+    with pytest.raises(SystemExit, match=r"78, and 79 on the same processor .* more than 0 apart"):
+        run(*words, "--check", "grown_50", "1", questions=NESTED)
+    with pytest.raises(SystemExit, match="2"):
+        run(*words, "--check", "grown_50", "9", questions=NESTED)
+    assert "no run of grown_50 with seed 9" in capsys.readouterr().err
+
+
 def test_a_failed_run_is_named_and_tried_again(run, monkeypatch, capsys):
     monkeypatch.setenv("FAIL", "gelu_l2_seed0")
     with pytest.raises(SystemExit, match="failed: gelu_l2_seed0"):
