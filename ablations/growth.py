@@ -25,28 +25,23 @@ from sweep import Question, Variant, main
 
 GROWTH = """What does growth save? Grown TokenFormers, TokenFormers from scratch, and grown ViTs.
 
-A TokenFormer has a quarter of the pairs, then half, then all, in equal parts of one schedule
-(arXiv:2410.23168, Section 3.3). Random pairs change its outputs. The ViT grows by hidden neurons
-(Net2Net, arXiv:1511.05641), or by blocks (stacking, Gong et al. 2019)."""
+A TokenFormer has a quarter of the pairs, then half, then all, in equal parts of one schedule. The
+ViT grows by hidden neurons (Net2Net, arXiv:1511.05641), or by blocks (stacking)."""
 LM_GROWTH = """What does growth save a language model? Against models from scratch, and Net2Net.
 
-From an eighth of the pairs, in quarters of the iterations. In the paper, growth ends at a
-perplexity of 11.77, and a Transformer from scratch at 11.63."""
+The paper's perplexities are 11.77 after growth, and 11.63 of a Transformer from scratch."""
 STAGES = """Does a trained small model save most of a large model's training, as the paper claims?
 
-A model with a third of the pairs, or a quarter for language, is trained, enlarged, and trained on
-for a tenth and a fifth of a large model's training. Others cost as many FLOPs: the small model's
-are *sunk*, *shared* with the two that grow from it, or *counted* in full. Random pairs have τ kept
-or, *as released*, that of the new number of pairs."""
+A small model is enlarged, and trained on for a tenth and a fifth of a large model's training.
+Others cost as many FLOPs: the small model's are *sunk*, *shared* by the two that grow from it, or
+*counted* in full. Random pairs have τ kept or, *as released*, that of the new number of pairs."""
 GROWTH_START = """What does growth cost in its first steps, and what makes it cheaper?
 
-A language model with half of the pairs gets all of them in a stage of a fifth of the iterations.
 *New pairs, × 3* have a larger learning rate. *Noise* is the authors' advice
 (https://github.com/Haiyang-W/TokenFormer/issues/11)."""
 LM_SCHEDULES = """How often should a language model grow? In 20, 10 or 5 equal steps to one size.
 
-A course report of 2024 has these schedules (G64, G128, G256), resets the moments at each growth,
-and has a constant learning rate; here it follows the config's schedule."""
+A course report of 2024 has these schedules (G64, G128, G256), at a constant learning rate."""
 
 Part = Callable[[Sizes, float], Mapping[str, int]]  # a method that returns a share of the full size
 Named = Mapping[str, tuple[str, Any]]  # a label, and a share of all pairs or a change

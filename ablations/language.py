@@ -27,14 +27,12 @@ TRANSFORMER = """How does a TokenFormer language model compare with a Transforme
 feed-forward layer. *Halved feed-forward* is as small as in a course report of 2024."""
 CONTINUE = """What does growth do when training continues with new text?
 
-Models with half of the config's pairs, or as many weights, train on books (`gutenberg`), then on
-news (`newstest_en`), unchanged or grown (arXiv:2410.23168, Figure 6). The texts are folders beside
-that of the config or of --data-root."""
+Models with half of the config's pairs train on books (`gutenberg`), then on news (`newstest_en`),
+unchanged or grown. The texts are folders beside that of the config or of --data-root."""
 LANGUAGES = """Can a model learn languages in turn, and forget none, if each has its own pairs?
 
-*Masked*: a language is trained and read with only its own pairs; what is outside the blocks trains,
-or is *frozen* after English. The newest pairs read a language that was not trained yet. Texts are
-folders beside that of the config or of --data-root."""
+*Masked*: a language is trained and read with only its own pairs. *Frozen*: what is outside the
+blocks is trained in English alone. Texts are folders beside that of the config or --data-root."""
 
 TEXTS = BOOKS, NEWS = ("gutenberg", "newstest_en")
 HALF = resized(lambda sizes: sizes.hidden(pairs=1 / 2))

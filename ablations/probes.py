@@ -35,13 +35,8 @@ from tokenformer_vit.layers.split import fuse_tokens
 from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.models.sizes import find_layers
 from tokenformer_vit.models.vit import ConvStem, draw_prefix_tokens
+from tokenformer_vit.training import export
 from tokenformer_vit.training.distributed import unwrap
-from tokenformer_vit.training.export import (
-    as_timm_model,
-    preprocessing,
-    run_facts,
-    validated_model,
-)
 from tokenformer_vit.training.models.backbone import TimmClassificationBackbone
 from tokenformer_vit.vision.compression import candidates, measure_top1
 
@@ -290,9 +285,9 @@ class CompressionHook(Hook):
 
     def after_train(self, runner) -> None:
         """Measure and write."""
-        classifier, loader = validated_model(runner).eval(), runner.train_dataloader
+        classifier, loader = export.validated_model(runner).eval(), runner.train_dataloader
         prepare = classifier.data_preprocessor
-        model = as_timm_model(classifier).to(prepare.device).eval()
+        model = export.as_timm_model(classifier).to(prepare.device).eval()
         batches = islice(loader, math.ceil(self._images / loader.batch_size))
         usage = measure_usage(model, (prepare(batch)["inputs"] for batch in batches))
         made = candidates(model, ("prune", "top-k"), self._keep, usage)
@@ -301,5 +296,6 @@ class CompressionHook(Hook):
         found = {f"{names[e['method']]}_at_{e['keep']:g}": round(e["top1"], 3) for e in entries}
         runner.message_hub.update_info("compression", found)
         nest(reorder(model, usage), self._keep, usage)
-        classes, images = loader.dataset.metainfo["classes"], preprocessing(runner.cfg)
-        save_model(model, Path(runner.work_dir, "nested"), classes, images, run_facts(runner))
+        classes, images = loader.dataset.metainfo["classes"], export.preprocessing(runner.cfg)
+        folder, facts = Path(runner.work_dir, "nested"), export.run_facts(runner)
+        save_model(model, folder, classes, images, facts)

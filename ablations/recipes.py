@@ -9,15 +9,12 @@ from sweep import Question, Variant, main
 RECIPES = """\
 Which recipe? The paper's, Muon instead of AdamW, and DeiT III's, for a TokenFormer and a ViT.
 
-*Muon* makes the steps of matrices orthogonal, at the size of AdamW's steps (arXiv:2502.16982);
-AdamW updates the rest. *DeiT III* (arXiv:2204.07118) is LAMB, binary cross-entropy on mixed images,
-LayerScale, and a random grayscale, solarisation or blur. Crops, drop path and the length are the
-config's."""
+*Muon* (arXiv:2502.16982) has steps of AdamW's size for matrices. *DeiT III* (arXiv:2204.07118) is
+LAMB, binary cross-entropy on mixed images, LayerScale, and other augmentation."""
 BUDGET = """\
 TokenFormer or ViT at equal cost? Three sizes, three budgets, each at its best learning rate.
 
-Both have the same width, depth, weights in their blocks, and epochs: equal training FLOPs. Each
-budget has a whole learning rate schedule."""
+Both have equal training FLOPs. Each budget has a whole learning rate schedule."""
 
 
 def muon(cfg: Config, sizes: Sizes) -> None:
