@@ -25,33 +25,29 @@ _USED = ("torch", "torchvision", "timm", "mmengine", "mmpretrain", "transformers
 def environment(device: str | None = None) -> dict[str, Any]:
     """Return command, commit, date, hardware and versions; ``device`` is by default the GPU."""
     root, program = Path(__file__).parents[1], Path(sys.argv[0]).name
-    copied = os.environ.get("TOKENFORMER_VIT_COMMIT")  # what a copy of the source code was made of
-    commit = copied or tokenformer_vit.__version__
+    commit = os.environ.get("TOKENFORMER_VIT_COMMIT")  # what a copy of the source code was made of
     describe = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     # An installed package may lie in another repository.
-    if copied is None and (root / ".git").exists():
+    if commit is None and (root / ".git").exists():
         with suppress(OSError, subprocess.CalledProcessError):  # git is missing or refuses
             commit = subprocess.check_output(describe, text=True).strip()
     if device == "cuda" or (device is None and torch.cuda.is_available()):
         machine = {"hardware": torch.cuda.get_device_name()}
     else:  # speeds and last digits depend on the model of the CPU and its instructions
+        cpu = platform.processor() or platform.machine()
+        with suppress(OSError, KeyError):  # only Linux has this file, only of x86 with these fields
+            found = dict(re.findall(r"(?m)^(.+?)\s*: (.+)$", Path("/proc/cpuinfo").read_text()))
+            cpu = f"{found['model name']}, family {found['cpu family']}, model {found['model']}"
         cores = f"{os.cpu_count()} CPU cores ({platform.machine()})"
-        machine = {"hardware": cores, "cpu": f"{_cpu()}, {torch.backends.cpu.get_cpu_capability()}"}
+        machine = {"hardware": cores, "cpu": f"{cpu}, {torch.backends.cpu.get_cpu_capability()}"}
     versions = {name: sys.modules[name].__version__ for name in _USED if name in sys.modules}
     return {
         "command": shlex.join([program.replace("__main__.py", "tokenformer-vit"), *sys.argv[1:]]),
-        "commit": commit,
+        "commit": commit or tokenformer_vit.__version__,
         "date": datetime.date.today().isoformat(),
         **machine,
         "versions": {"python": platform.python_version(), **versions},
     }
-
-
-def _cpu() -> str:
-    with suppress(OSError, KeyError):  # only Linux has this file, only of x86 with these fields
-        found = dict(re.findall(r"(?m)^(.+?)\s*: (.+)$", Path("/proc/cpuinfo").read_text()))
-        return f"{found['model name']}, family {found['cpu family']}, model {found['model']}"
-    return platform.processor() or platform.machine()
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
