@@ -1,5 +1,6 @@
 """Measurements and baselines of ablations compute what they say, and leave a run as it is."""
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from mmengine.registry import DefaultScope
 from mmpretrain.registry import MODELS
 from mmpretrain.structures import DataSample
-from net2net import stack_blocks, widen_mlp
+from net2net import Net2NetHook, stack_blocks, widen_mlp
 from probes import DiagnosticsHook, HeldOutImages, diagnose, part_of
 from torch import nn
 
@@ -151,10 +152,16 @@ def test_a_wider_gpt2_computes_what_it_did():
     with torch.no_grad():  # so that every weight and bias tells
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    before = model.double().eval()(tokens).logits
+    before, resumed = model.double().eval()(tokens).logits, copy.deepcopy(model)
     widen_mlp(model, 131)
     torch.testing.assert_close(model(tokens).logits, before, rtol=0, atol=1e-11)
     assert sum(131 in part.shape for part in model.parameters()) == 6  # of two blocks
+    hub, log = SimpleNamespace(runtime_info={"seed": 0}), SimpleNamespace(info=print)
+    runner = SimpleNamespace(model=resumed, optim_wrapper=None, message_hub=hub, hooks=[])
+    runner.logger = log
+    hook = Net2NetHook([{"iteration": 1, "hidden_features": 131}])
+    hook.after_load_checkpoint(runner, {"state_dict": model.state_dict()})
+    resumed.load_state_dict(model.state_dict())
 
 
 def test_a_vit_and_its_optimizer_go_on():

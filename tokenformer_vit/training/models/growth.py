@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, open_gates
+from tokenformer_vit.models.compilation import BLOCKS
 from tokenformer_vit.models.sizes import at_size
 
 from ..distributed import unwrap
@@ -178,7 +179,7 @@ def _count(model: nn.Module) -> int:
 def _fits(model: nn.Module, loaded: Mapping[str, Tensor]) -> bool:
     """Tell whether the blocks have the shapes of the model's; growth does not change a head."""
     own, there = (
-        {name: tensor.shape for name, tensor in tensors.items() if ".blocks." in name}
+        {name: own.shape for name, own in tensors.items() if {*BLOCKS} & {*name.split(".")}}
         for tensors in (unwrap(model).state_dict(), loaded)
     )
     return own == there
@@ -189,8 +190,7 @@ def _rewrap(runner) -> None:
     # Otherwise PyTorch compiles for variable sizes from the second shape on, which is slower.
     torch.compiler.reset()
     if is_model_wrapper(runner.model):
-        model = unwrap(runner.model)
-        runner.model = runner.wrap_model(runner.cfg.get("model_wrapper_cfg"), model)
+        runner.model = runner.wrap_model(runner.cfg.get("model_wrapper_cfg"), unwrap(runner.model))
 
 
 @HOOKS.register_module()
