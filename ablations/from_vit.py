@@ -174,14 +174,16 @@ def main(words: Sequence[str]) -> None:
     timm.layers.set_fused_attn(args.device.type != "cpu")  # on CPUs 2.5 times slower in bfloat16
     data, test = load(args, "train"), load(args, "val")
     name = f"patch {args.patch} width {args.width} depth {args.depth} epochs {args.epochs}"
-    name += f" limit {args.limit}" if args.limit else ""  # a trial is another model
+    # Another batch size, or a trial, is another model.
+    name += f" batch {args.batch_size}" if args.batch_size != SIZES["batch-size"] else ""
+    name += f" limit {args.limit}" if args.limit else ""
     about = {**environment(device=args.device.type), "torch": torch.__version__, "model": name}
     about = {key: about[key] for key in ("date", "commit", "torch", "hardware", "model")}
     for seed in args.seeds:
         torch.manual_seed(seed)
         how = {"embed_dim": args.width, "depth": args.depth, "num_heads": 3, "num_classes": 10}
         vit = timm.models.VisionTransformer(32, args.patch, **how).to(args.device)
-        path = args.work_dir / f"{name} batch {args.batch_size} seed {seed}.pt"
+        path = args.work_dir / f"{name} seed {seed}.pt"
         train(vit, args, data, 1e-3 * (args.batch_size / 512) ** 0.5, 100_003 * seed, path)
         models = {"vit": vit.eval(), "converted": from_vit(vit)}
         for part in (accuracy, pairs, tune, size):

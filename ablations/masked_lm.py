@@ -16,6 +16,7 @@ from probes import part_of
 from torch import Tensor
 from torch.utils.data import Subset
 
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import TokenMasks, count_pairs
 from tokenformer_vit.language import MASKS
 from tokenformer_vit.training.distributed import unwrap
@@ -50,6 +51,8 @@ class MaskedLM(CausalLM):
         if masks:
             file = Path(checkpoint, MASKS)
             known = torch.load(file, weights_only=True) if checkpoint and file.is_file() else {}
+            if growth and not known:
+                raise InputError(f"{checkpoint} has no {MASKS}: its pairs would be in the new mask")
             self.masks = TokenMasks(self.model, known)
             new = {}
             for name in count_pairs(self.model):

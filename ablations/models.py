@@ -210,6 +210,7 @@ def matched_vit(cfg: Config, sizes: Sizes) -> None:
     backbone = cfg["model"]["backbone"]
     name = "vit_conv_stem" if backbone.get("stem") == "conv" else "vit_base_patch16_224"
     if backbone["model_name"].endswith("_distilled"):
+        assert name == "vit_base_patch16_224", "there is no distilled ViT with such a stem"
         name = "deit_base_distilled_patch16_224"
     cfg["model"]["backbone"] = {
         **{key: backbone[key] for key in backbone if key in timms or key not in ours},

@@ -11,7 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tokenformer_vit.benchmarking.matched import mlp_ratio
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth.resize import Change, resize
+from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.training.models.growth import GrowthHook
 
 
@@ -47,11 +49,14 @@ def widen_mlp(
     generator, changes = torch.Generator().manual_seed(seed), list[Change]()
     mlps: Any = [each for name, each in model.named_modules() if name.endswith("mlp")]
     for mlp in mlps:
+        assert type(mlp).__name__ in ("Mlp", "GPT2MLP", "GPTNeoXMLP"), "a gated one would change"
         # A norm between them would be a third layer with weights, which is an error.
         before, after = [layer for layer in mlp.children() if hasattr(layer, "weight")]
         transposed = hasattr(before, "nf")  # GPT-2 stores weights as (in, out)
         inputs, outputs = (1, 0) if transposed else (0, 1)
         old = before.weight.shape[inputs]
+        if hidden_features <= old:
+            raise InputError(f"an MLP has {old} hidden features; give more, not {hidden_features}")
         chosen = torch.randint(old, (hidden_features - old,), generator=generator)
         source = torch.cat((torch.arange(old), chosen))  # the old neuron that each one copies
         # Unequal shares, with the sum 1: equal copies would stay equal forever.
@@ -87,6 +92,7 @@ def stack_blocks(model: nn.Module, depth: int, optimizer: Optimizer | None = Non
     blocks: Any = vit.blocks
     old, groups = len(blocks), optimizer.param_groups if optimizer is not None else []
     assert depth > old
+    assert not isinstance(vit, TokenFormerViT)
     for index in range(old, depth):
         blocks.append(copy.deepcopy(blocks[index % old]))
         pairs = zip(blocks[index % old].parameters(), blocks[index].parameters(), strict=True)

@@ -76,7 +76,11 @@ class JoinedMlps(nn.Module):
 
 @register_model
 def vit_probe(
-    pretrained: bool = False, projections: int = 0, unit_variance: bool = False, **kwargs: Any
+    pretrained: bool = False,
+    projections: int = 0,
+    unit_variance: bool = False,
+    stem: str = "patch",
+    **kwargs: Any,
 ) -> VisionTransformer:
     """Build timm's ViT with a change of its blocks.
 
@@ -84,6 +88,8 @@ def vit_probe(
     ``unit_variance``, linear layers keep the variance of their inputs, which GELU halves about,
     and the 2 L branches of L blocks together add 1 to that of the residual stream.
     """
+    if stem == "conv":
+        kwargs["embed_layer"] = ConvStem
     vit = vit_base_patch16_224(pretrained, **kwargs)
     for block in vit.blocks:
         attention: Any = block.attn

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import product
 
-from models import Config, Sizes, base_model, lasting, matched_vit, resized, several
+from models import Config, Sizes, base_model, factory, lasting, matched_vit, resized, several
 from sweep import Question, Variant, main
 
 RECIPES = """\
@@ -17,9 +17,10 @@ TokenFormer or ViT at equal cost? Three sizes, three budgets, each at its best l
 Both have equal training FLOPs. Each budget has a whole learning rate schedule."""
 
 
-def muon(cfg: Config, sizes: Sizes) -> None:
-    """Use Muon for matrices."""
-    cfg["optim_wrapper"]["optimizer"]["type"] = "timm.optim.Muon"
+@factory
+def optimizer(cfg: Config, sizes: Sizes, name: str) -> None:
+    """Use an optimiser with the config's settings; Muon takes matrices alone."""
+    cfg["optim_wrapper"]["optimizer"]["type"] = name
 
 
 def deit3(cfg: Config, sizes: Sizes) -> None:
@@ -56,7 +57,11 @@ def deit3(cfg: Config, sizes: Sizes) -> None:
 
 def by_recipe() -> Iterator[Variant]:
     """Yield both models by each recipe."""
-    recipes = (("adamw", "AdamW", base_model), ("muon", "Muon", muon), ("deit3", "DeiT III", deit3))
+    recipes = (
+        ("adamw", "AdamW", optimizer("AdamW")),
+        ("muon", "Muon", optimizer("timm.optim.Muon")),
+        ("deit3", "DeiT III", deit3),
+    )
     models = (("tokenformer", "TokenFormer", base_model), ("vit", "ViT, matched", matched_vit))
     for (kind, label, model), (recipe, text, change) in product(models, recipes):
         others = (f"vit_{recipe}", f"{kind}_adamw")

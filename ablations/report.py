@@ -163,7 +163,9 @@ def caption(sweep: Sweep, shared: str) -> str:
     text = f"`{one['base']}`" + (f", `{one['options']}`" if one["options"] else "")
     text += f": {one['hardware']}, {one['dtype']}, {rows['examples'].max():,.0f} examples, "
     text += f"{one['batch_size']:.0f} a step, {shared}. "
-    chosen = {"held-out": "held-out training data. "}
+    tried = rows.loc[rows["seed"] == rows["seed"].min(), "epochs"].dropna()
+    shorter = "".join(f" in {n:g} epochs" for n in {*tried} - {*sweep.best["epochs"]})
+    chosen = {"held-out": f"held-out training data{shorter}. "}
     chosen["test"] = "test data: seed 0's result chose and also counts. "
     chosen_on = [chosen[data] for data in rows["selected_on"].unique() if data]
     text += "".join(f"Rates were chosen on {data}" for data in chosen_on)

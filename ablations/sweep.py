@@ -98,8 +98,13 @@ class Run:
 
     @property
     def digest(self) -> str:
-        """What results.csv keeps of its config."""
-        return hashlib.sha256(self.text.encode()).hexdigest()[:12]
+        """What results.csv keeps of its config: all but the places of data and of other runs."""
+        data = self.config["train_dataloader"]["dataset"]
+        root = data.get("dataset", data)["data_root"]
+        # The name of a text tells; images have only one folder.
+        place = f"{Path(root).parent}/" if is_language(self.config) else root
+        text = self.text.replace(f"{self.folder.parent}/", "").replace(place, "")
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
     def length(self) -> int:
@@ -161,7 +166,7 @@ class Sweep:
         """Train what is left: with several rates, first seed 0 at every rate."""
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
         if self.args.check:
-            self.check(self.args.check[0], int(self.args.check[1]))
+            self.check(*self.args.check)
             return
         if self.several:
             self.choose_rates()
@@ -188,30 +193,38 @@ class Sweep:
                 if len(rows) == len(own) or (len(rows) and not self.args.print_commands):
                     self.best |= results.best_rates(rows, self.question.metric)
 
-    def check(self, name: str, seed: int) -> None:
+    def check(self, name: str, number: str) -> None:
         """Train a recorded run again in a folder of its own, and compare its result."""
         metric, kept, args = self.question.metric, self.args.results, self.args
+        seed = int(number) if number.isdecimal() else -1
         rows = results.find(results.read(kept), self.name, results.SWEEP)
         rows = results.at_best(rows, metric)
         row = results.find(rows, {"variant": name, "seed": seed}, ("variant", "seed"))
         if row.empty or name not in self.variants:
-            raise InputError(f"{kept} has no run of {name} with seed {seed} that counts")
-        old, sigma = row.iloc[0], results.noise(rows, metric).sigma
+            raise InputError(f"{kept} has no run of {name} with seed {number} that counts")
+        old, noise = row.iloc[0], results.noise(rows, metric)
+        if not noise.degrees:
+            raise InputError(f"{kept} has one seed of each variant: there is no σ to compare with")
         self.best |= rows.set_index("variant")["lr"].to_dict()
         variant, lr = self.variants[name], self.best[name]
         if old["config"] not in ("", self.planned(variant, lr, seed).digest):
             raise InputError(f"{kept} has {name} of another config: give the options of that sweep")
-        args.work_dir, args.results = args.work_dir / "check", args.work_dir / "check/results.csv"
+        # A finished check is of one commit and one torch.
+        args.work_dir /= f"check-{self.commit}-{torch.__version__}"
+        args.results = args.work_dir / "results.csv"
         runs = [self.planned(variant, lr, seed)]
         while (start := runs[0].start) is not None:
             runs = [start, *runs]
         self.train(runs)
         new = self.row_of(runs[-1])
         if new is None:
-            sys.exit(f"failed: {', '.join(self.failed)}")
-        machine = ("hardware", "cpu", "dtype", "torch")
-        same = all(old.get(key, "") == new.get(key, "") for key in machine)
-        allowed, change = 0 if same else 2 * sigma, new[metric] - old[metric]
+            sys.exit(f"not trained: {', '.join(self.failed) or 'the commands are printed'}")
+        alike = ("dtype", "batch_size", "examples", "epochs", "iterations", "parameters")
+        if other := [key for key in alike if str(old.get(key)) != str(new.get(key))]:
+            sys.exit(f"the row has another {', '.join(other)}: give the options of that sweep")
+        # On a GPU, sums have no fixed order.
+        same = all(old.get(key) and old[key] == new.get(key) for key in ("cpu", "torch"))
+        allowed, change = 0 if same else 2 * noise.sigma, new[metric] - old[metric]
         where = "on the same processor and torch" if same else "elsewhere"
         text = f"{name}, seed {seed}: {old[metric]:g}, and {new[metric]:g} {where}"
         if abs(change) > allowed:
@@ -244,7 +257,11 @@ class Sweep:
         if hold:
             hold_out(cfg)
             length, key = cfg["train_cfg"], length_key(cfg)
-            length[key] = self.args.lr_length or length[key]
+            if self.args.lr_length:
+                if any("schedule" in each for each in cfg.get("custom_hooks") or []):
+                    raise InputError(f"{variant.name} grows at fixed times: omit --lr-length")
+                share = self.args.lr_length / self.base["train_cfg"][key]
+                length[key] = max(1, round(share * length[key]))
         hooks = [{"type": "CostHook"}, *[{"type": "DiagnosticsHook"}] * self.question.diagnose]
         present = cfg.get("custom_hooks") or []
         cfg["custom_hooks"] = [*present, *(hook for hook in hooks if hook not in present)]
@@ -476,7 +493,7 @@ def read_base(question: Question, args: argparse.Namespace) -> Config:
 
 def commit_of(allow_dirty: bool) -> str:
     """Return the commit of the repository; refuse changes, with which no row can be repeated."""
-    if "TOKENFORMER_VIT_COMMIT" in os.environ or not (ROOT / ".git").exists():  # a copy
+    if os.environ.get("TOKENFORMER_VIT_COMMIT") or not (ROOT / ".git").exists():  # a copy
         return environment()["commit"]
     git, outputs = ["git", "-C", str(ROOT)], [f":!ablations/{name}" for name in OUTPUTS]
     status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", *outputs]
@@ -513,6 +530,8 @@ def parse(
     add("--results", type=Path, help="default: ablations/results.csv, or one in --work-dir")
     args = parser.parse_args(words)
     args.lr = sorted({*args.lr}) if args.lr else None
+    if args.lr_length and len(args.lr or ()) < 2:
+        parser.error("--lr-length needs several rates: give --lr 0.001 0.002 0.004")
     args.config = find_config(args.config)
     args.work_dir = args.work_dir or Path("work_dirs/ablations", args.question, args.config.stem)
     ours = args.config.resolve().is_relative_to(ROOT / "configs")

@@ -5,7 +5,7 @@
 # Batch:     128
 # Hardware:  one CPU core; minutes in ablations/TABLES.md
 # Command:   tokenformer-vit train configs/cifar10_mini.py
-# Expected:  the figures of ablations/TABLES.md
+# Expected:  its rows of ablations/results.csv
 _base_ = "cifar10_tiny.py"
 
 model = dict(

@@ -1,11 +1,11 @@
-# A convolutional stem and 64 tokens on CIFAR-10 at 32 px: TokenFormer against ViT at convergence.
+# A convolutional stem and 64 tokens on CIFAR-10 at 32 px, to compare a TokenFormer with a ViT.
 # With 64/64/256 pairs, the ViT of the same width, depth and stem has MLPs of ratio 2.
 #
 # Data:      tokenformer-vit prepare-data cifar10_parquet data/cifar10
 # Batch:     512
-# Hardware:  one GPU or CPU core; minutes in ablations/TABLES.md
+# Hardware:  one GPU; on one CPU core 340 images a second
 # Command:   tokenformer-vit train configs/cifar10_stem.py
-# Expected:  the figures of ablations/TABLES.md
+# Expected:  not run to the end; its ViT is in ablations/TABLES.md
 _base_ = "cifar10_micro_50k.py"
 
 model = dict(

@@ -25,7 +25,8 @@ _USED = ("torch", "torchvision", "timm", "mmengine", "mmpretrain", "transformers
 def environment(device: str | None = None) -> dict[str, Any]:
     """Return command, commit, date, hardware and versions; ``device`` is by default the GPU."""
     root, program = Path(__file__).parents[1], Path(sys.argv[0]).name
-    commit = os.environ.get("TOKENFORMER_VIT_COMMIT")  # what a copy of the source code was made of
+    # What a copy of the source code was made of.
+    commit = os.environ.get("TOKENFORMER_VIT_COMMIT") or None
     describe = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     # An installed package may lie in another repository.
     if commit is None and (root / ".git").exists():

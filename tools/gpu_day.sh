@@ -13,9 +13,11 @@ if [[ ${1:-} == prepare ]]; then
     "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
         --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --dest "$kit/wheels" --requirement "$kit/wheels.txt"
     cp -rT "$2" "$kit/cifar10" && cp -rT "$3/val" "$kit/imagenet/val"
+    git ls-files -z | xargs -0 sha256sum >"$kit/files"
     git describe --always --dirty >"$kit/commit" && exec du -sh "$kit"
 fi
 [[ ${1:-} == run && -n ${2:-} ]] || exec sed -n 2,5p "$0"
+sha256sum --quiet --check "$kit/files" # the commit of the records
 mkdir -p "$2" && out=$(realpath "$2") only=" ${*:3} "
 [[ -d $kit/site ]] || python3 -m pip install --quiet --no-index --no-deps --upgrade --target "$kit/site" "$kit"/wheels/*.whl
 TOKENFORMER_VIT_COMMIT=$(cat "$kit/commit")
@@ -24,6 +26,7 @@ python3 -c "import tokenformer_vit.training.runner"
 step() { # NAME MINUTES COMMAND...: its output is in OUT/NAME.log
     [[ $only == "  " || $only == *" $1 "* ]] || return 0
     timeout "${2}m" python3 "${@:3}" >"$out/$1.log" 2>&1 || echo "$1 failed, or took too long ($?)"
+    [[ ! -e $kit/runs/$1/record.json ]] || cp "$kit/runs/$1/record.json" "$out/$1.json"
     echo "$1: done after $SECONDS s"
 }
 bench() { step "$1" "$2" -m tokenformer_vit benchmark --out "$out/$1.json" --precisions autocast "${@:3}"; }
@@ -38,7 +41,7 @@ wait
 bench train 5 --modes train --batch-sizes $batches
 bench infer 3 --modes infer --batch-sizes $batches
 bench profile 1 --profile --backends auto
-cp ablations/{results.csv,curves.parquet} "$out"
+[[ -e $out/results.csv ]] || cp ablations/{results.csv,curves.parquet} "$out"
 export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 # for 16 processes, which MPS lets compute at once
 nvidia-cuda-mps-control -d || true
 converge muon 0.0015 0.003 0.006 0.012 &
@@ -49,7 +52,7 @@ unset OMP_NUM_THREADS
 bench infer_base 2 --model tokenformer_base --modes infer
 bench language 3 --lm 150m --num-tokens 1024
 step imagenet 4 -m tokenformer_vit train configs/imagenet_base_matched.py --data-root "$kit/imagenet" --amp \
-    --compile --work-dir "$out/imagenet" --cfg-options train_dataloader.dataset.split=val \
+    --compile --work-dir "$kit/runs/imagenet" --cfg-options train_dataloader.dataset.split=val \
     train_cfg.val_interval=300 default_hooks.checkpoint.interval=300
 step from_vit 3 ablations/from_vit.py --data "$kit/cifar10" --patch 4 --width 192 --depth 6 --epochs 60 \
     --batch-size 512 --seeds 0 --work-dir "$kit/runs/from_vit" --csv "$out/from_vit.csv"

@@ -23,6 +23,15 @@ def configs_of(question):
     return sweep.Sweep(*sweep.parse([question], words)).configs
 
 
+@pytest.mark.parametrize("base", ["cifar10_micro_50k", "cifar10_stem"])
+def test_a_recipe_is_what_its_label_says(base):
+    words = ["recipes", "--config", base, "--allow-dirty"]
+    own = [QUESTIONS["recipes"], QUESTIONS["budget"]]
+    for name, cfg in sweep.Sweep(*sweep.parse(own, words)).configs.items():
+        types = {"adamw": "AdamW", "muon": "timm.optim.Muon", "deit3": "timm.optim.Lamb"}
+        assert cfg["optim_wrapper"]["optimizer"]["type"] == types[name.rpartition("_")[2]]
+
+
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
 def test_every_variant_has_a_config_of_its_own(question, monkeypatch):
     if question.metric == "perplexity":
