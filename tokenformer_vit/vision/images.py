@@ -73,8 +73,7 @@ def read_pixels(path: str | Path, content: bytes | None = None) -> np.ndarray:
         if simplejpeg is not None and content is not None and content.startswith(b"\xff\xd8"):
             with opened(path, content) as image:
                 upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
-                common = image.format == "JPEG" and image.mode in ("RGB", "L")
-            if common and upright:
+            if upright and image.format == "JPEG" and image.mode in ("RGB", "L"):
                 return simplejpeg.decode_jpeg(content, "RGB")  # raises if the file is truncated
     return np.array(read_image(path, content))
 
