@@ -53,7 +53,8 @@ class Sweep:
     def compared(self, one: str, other: str) -> str:
         """Format a difference: in bold beyond its interval, if no rate is at the end of a grid."""
         value, width = difference(self.best, one, other, self.question.metric)
-        text = f"{value:+.2f} ± {width:.2f}".replace("-", "−")
+        interval = f" ± {width:.2f}" if width >= 0 else ""  # NaN where each variant has one seed
+        text = f"{value:+.2f}{interval}".replace("-", "−")
         at_end = self.best.loc[self.best["variant"].isin([one, other]), "at_end"].any()
         return f"**{text}**" if abs(value) > width and not at_end else text
 
