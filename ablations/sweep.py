@@ -220,7 +220,8 @@ class Sweep:
         if new is None:
             sys.exit(f"not trained: {', '.join(self.failed) or 'the commands are printed'}")
         alike = ("dtype", "batch_size", "examples", "epochs", "iterations", "parameters")
-        if other := [key for key in alike if str(old.get(key)) != str(new.get(key))]:
+        one, two = old.reindex(alike), new.reindex(alike)
+        if other := [*one.index[(one != two) & (one.notna() | two.notna())]]:
             sys.exit(f"the row has another {', '.join(other)}: give the options of that sweep")
         # On a GPU, sums have no fixed order.
         same = all(old.get(key) and old[key] == new.get(key) for key in ("cpu", "torch"))
