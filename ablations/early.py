@@ -15,9 +15,9 @@ def vit(mlps: bool = False, **new: Any) -> Change:
     """Use the matched ViT, perhaps with MLPs of the sizes of the TokenFormer's layers."""
 
     def sized(cfg: Config, sizes: Sizes) -> None:
-        if cfg["model"]["backbone"]["model_name"] == "vit_conv_stem":
-            new["stem"] = "conv"
-        arguments(model_name="vit_probe", **new)(cfg, sizes)
+        conv = cfg["model"]["backbone"]["model_name"] == "vit_conv_stem"
+        stem = {"stem": "conv"} if conv else {}
+        arguments(model_name="vit_probe", **new, **stem)(cfg, sizes)
         attention, _, ffn = (sizes.counts[name] for name in PAIRS)
         if mlps:
             arguments(projections=attention, hidden_features=ffn)(cfg, sizes)
