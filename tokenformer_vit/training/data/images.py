@@ -172,15 +172,14 @@ class ImagesInMemory(CustomDataset):
 
     def full_init(self) -> None:
         """Find the images, and read them."""
-        if self._fully_initialized:
-            return
         super().full_init()
+        if hasattr(self, "_images"):
+            return
         once, self._augment = divide(self.pipeline.transforms[:-1])
         self._labels = torch.from_numpy(self.get_gt_labels())
         load = Compose(once)
         indices = tqdm(range(len(self)), "reading", unit="image", leave=False, disable=None)
-        loaded: Any = (load(self.get_data_info(index)) for index in indices)
-        images: Any = [PackLabels.format_input(each["img"]) for each in loaded]
+        images: Any = [PackLabels.format_input(load(self.get_data_info(i))["img"]) for i in indices]
         self._images = torch.stack(images).to("cuda" if torch.cuda.is_available() else "cpu")
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]:
