@@ -2,10 +2,7 @@
 
 
 class InputError(ValueError):
-    """An input cannot be used; the message is one line that says why and what to do.
-
-    A command ends with ``error: <message>`` on stderr and exit status 2, without a traceback.
-    """
+    """An input cannot be used; a command prints the message, one line, and ends with status 2."""
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

@@ -25,10 +25,9 @@ _USED = ("torch", "torchvision", "timm", "mmengine", "mmpretrain", "transformers
 def environment(device: str | None = None) -> dict[str, Any]:
     """Return command, commit, date, hardware and versions; ``device`` is by default the GPU."""
     root, program = Path(__file__).parents[1], Path(sys.argv[0]).name
-    # What a copy of the source code was made of.
+    # A copy of the source code is told its commit; a package may lie in another repository.
     commit = os.environ.get("TOKENFORMER_VIT_COMMIT") or None
     describe = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-    # An installed package may lie in another repository.
     if commit is None and (root / ".git").exists():
         with suppress(OSError, subprocess.CalledProcessError):  # git is missing or refuses
             commit = subprocess.check_output(describe, text=True).strip()
