@@ -7,16 +7,10 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 from report import Sweep, by_size
-from results import CURVES, FOLDER, Noise, difference, noise
+from results import CURVES, FOLDER, RUN, Noise, difference, noise
 
 BASE = "cifar10_micro_50k"
-LEADS = (  # epochs, question, TokenFormer, ViT
-    ("AdamW", 2, "budget", "ours_one_quarter", "vit_one_quarter"),
-    ("AdamW", 4, "budget", "ours_one_half", "vit_one_half"),
-    ("AdamW", 8, "budget", "ours_one_all", "vit_one_all"),
-    ("AdamW", 20, "stages", "x3", "x3_reference"),
-    ("Muon", 8, "recipes", "tokenformer_muon", "vit_muon"),
-)
+LEADS = {"AdamW": ("tokenformer_adamw", "vit_adamw"), "Muon": ("tokenformer_muon", "vit_muon")}
 STAGES = {  # {} is how many times as large as the small model
     "large, from scratch": ("x{}_sunk_20", "x{}_shared_20", "x{}_counted_20", "x{}"),
     "small, trained on": ("small", "x{}_same_10", "x{}_same_20"),
@@ -29,15 +23,19 @@ WAYS = ("sandwich", *(f"{way}_{size}" for way in ("alone", "vit") for size in (2
 
 def draw(found: Mapping[str, Sweep]) -> None:
     """Draw all charts."""
-    with chart("lead", "TokenFormer − ViT, top-1 in points") as (axes,):
-        leads = pd.DataFrame(
-            (label, epochs, *difference(found[f"{name}/{BASE}"].best, ours, vit, "top1"))
-            for label, epochs, name, ours, vit in LEADS
-        )
-        for label, own in leads.groupby(0):
-            axes.errorbar(own[1], own[2], own[3], marker="o", capsize=2, label=label)
-        axes.axhline(0, color="0.5")
-        axes.set(xlabel="epochs of the training")
+    titles = "TokenFormer − ViT, top-1 in points", "the same, during the longest trainings"
+    lengths = [own for key, own in found.items() if key.startswith(f"recipes/{BASE}/")]
+    with chart("lead", *titles) as (ends, within):
+        for label, (ours, vit) in LEADS.items():
+            own = [each for each in lengths if {ours, vit} <= each.variants.keys()]
+            epochs = [each.best["epochs"].max() for each in own]
+            leads = [difference(each.best, ours, vit, "top1") for each in own]
+            ends.errorbar(epochs, *zip(*leads, strict=True), marker="o", capsize=2, label=label)
+            means = during(own[-1])
+            within.plot(means[ours] - means[vit], marker=".", label=f"{label}, {epochs[-1]} epochs")
+        for axes in (ends, within):
+            axes.axhline(0, color="0.5")
+            axes.set(xlabel="epochs")
     with chart("theta", "Θ: top-1 (%)", "LayerNorm: top-1 (%)") as panels:
         for axes, name in zip(panels, ("softmax", "layernorm"), strict=True):
             sweep = found[f"{name}/{BASE}"]
@@ -78,6 +76,14 @@ def draw(found: Mapping[str, Sweep]) -> None:
             axes.errorbar(width.index, seeds.mean(), width, marker="o", capsize=2, label=label)
         axes.set_xscale("log", base=2)
         axes.set(xlabel="share of the pairs kept in q, k and v")
+
+
+def during(sweep: Sweep) -> Any:
+    """Return the mean top-1 of each variant by epoch, at the runs' validations."""
+    runs = sweep.best[[*RUN, "epochs", "iterations"]]
+    curves = pd.read_parquet(CURVES).query("kind == 'top1'").merge(runs, on=RUN)
+    curves["epoch"] = curves["x"] * curves["epochs"] / curves["iterations"]
+    return curves.pivot_table("value", "epoch", "variant")
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What does growth save? In one schedule, in stages after a trained small model, and at first."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from models import (
@@ -39,6 +40,10 @@ GROWTH_START = """What does growth cost in its first steps, and what makes it ch
 
 *New pairs, × 3* have a larger learning rate. *Noise* is the authors' advice
 (https://github.com/Haiyang-W/TokenFormer/issues/11)."""
+ONE_STEP = """Does one step of growth pay if the learning rate is still high when it comes?
+
+The rate stays as it is after its warm-up, and falls in the last 15 % of the training. Half of the
+pairs become all after 25, 50 or 80 % of it; or all, or this half, train for as many FLOPs."""
 LM_SCHEDULES = """How often should a language model grow? In 20, 10 or 5 equal steps to one size.
 
 A course report of 2024 has these schedules (G64, G128, G256), at a constant learning rate."""
@@ -154,6 +159,46 @@ def stage_of(
         yield Variant(own, text, change, start=small, compare=(f"{name}_{small}",))
 
 
+@factory
+def once(cfg: Config, sizes: Sizes, when: float, size: Size, **how: Any) -> None:
+    """Begin with half of the full size, and grow after a share of the training."""
+    key = length_key(cfg)
+    unit = {"max_epochs": "epoch", "max_iters": "iteration"}[key]
+    resized(lambda sizes: {name: each // 2 for name, each in size(sizes).items()})(cfg, sizes)
+    growing([{unit: round(when * cfg["train_cfg"][key]), **size(sizes)}], **how)(cfg, sizes)
+
+
+def stable(cfg: Config, sizes: Sizes) -> None:
+    """Keep the rate after its warm-up, until it falls to a fiftieth in the last 15 %."""
+    key = length_key(cfg)
+    how: Config = {"by_epoch": False}
+    if key == "max_epochs":
+        how = {"by_epoch": True, "convert_to_iter_based": True}
+    how |= {"start_factor": 1.0, "end_factor": 0.02, "begin": round(0.85 * cfg["train_cfg"][key])}
+    cfg["param_scheduler"][1:] = [{"type": "LinearLR", **how}]
+
+
+def one_step(references: Named) -> Iterator[Variant]:
+    """Yield growth to twice the pairs at three times, and what its FLOPs could also train."""
+    yield Variant("half", "half of the pairs, as long", fewer_pairs(1 / 2))
+    yield Variant("large", "all pairs, as long", base_model, compare=("half",))
+    for prefix, (label, change) in references.items():
+        yield Variant(f"{prefix}reference", f"{label}, matched", change, compare=("large",))
+    for when in (25, 50, 80):
+        costs, scratch = (("half", when / 100), ("large", 1 - when / 100)), f"scratch_{when}"
+        yield Variant(scratch, f"all pairs, cost of {when} %", base_model, costs=costs)
+        yield Variant(f"longer_{when}", f"half, cost of {when} %", fewer_pairs(1 / 2), costs=costs)
+        compare = ("large", scratch, f"longer_{when}")
+        for init in ("zero_key", "duplicate", "random"):
+            # Their rate rises in 100 iterations; their moments begin at 0.
+            change = once(when / 100, Sizes.pairs, init=init, new_warmup_iters=100)
+            yield Variant(f"{init}_{when}", f"{INITS[init]}, {when} %", change, compare=compare)
+        for prefix, (label, change) in references.items():
+            own, text = several(change, once(when / 100, Sizes.hidden)), f"Net2Net, {when} %"
+            compare = (f"{prefix}reference",)
+            yield Variant(f"{prefix}net2net_{when}", f"{label}, {text}", own, compare=compare)
+
+
 def often(cfg: Config, sizes: Sizes) -> None:
     """Train for a fifth of the iterations, and validate often."""
     length = cfg["train_cfg"]["max_iters"]
@@ -208,6 +253,10 @@ LM_IN_ONE = (*in_one_schedule(LM_PARTS, "iterations", 3 / 5), *transformers(SHAR
 IN_STAGES = stages((2, 3), {"": ("ViT", matched_vit)})
 REFERENCES = {prefix: (label, transformer(kind)) for prefix, _, kind, label in TRANSFORMERS}
 LM_IN_STAGES, FIRST = stages((2, 4), REFERENCES), "Language: the first steps after growth"
+STEP, LM_STEP = (
+    (replace(each, change=several(stable, each.change)) for each in one_step(references))
+    for references in ({"": ("ViT", matched_vit)}, REFERENCES)
+)
 QUESTIONS = tuple(
     Question(name, title, text, tuple(own), metric, same_size=False)
     for name, title, text, own, metric in (
@@ -216,6 +265,8 @@ QUESTIONS = tuple(
         ("lm_growth", "Language: growth", LM_GROWTH, LM_IN_ONE, "perplexity"),
         ("lm_stages", "Language: growth in stages", STAGES, LM_IN_STAGES, "perplexity"),
         ("growth_start", FIRST, GROWTH_START, first_steps(), "perplexity"),
+        ("one_step", "Growth in one step", ONE_STEP, STEP, "top1"),
+        ("lm_one_step", "Language: growth in one step", ONE_STEP, LM_STEP, "perplexity"),
         ("lm_schedules", "Language: schedules of growth", LM_SCHEDULES, in_steps(), "perplexity"),
     )
 )

@@ -167,9 +167,13 @@ def arguments(cfg: Config, sizes: Sizes, **new: Any) -> None:
 
 @factory
 def lasting(cfg: Config, sizes: Sizes, share: float) -> None:
-    """Multiply the length of the training; the learning rate schedule is stretched with it."""
+    """Multiply the length of the training; a decay that begins in its second half moves with it."""
     key = length_key(cfg)
-    cfg["train_cfg"][key] = max(1, round(share * cfg["train_cfg"][key]))
+    length = cfg["train_cfg"][key]
+    cfg["train_cfg"][key] = max(1, round(share * length))
+    for part in cfg.get("param_scheduler") or []:
+        if part.get("begin", 0) > length / 2:
+            part["begin"] = round(share * part["begin"])
 
 
 @factory

@@ -29,7 +29,18 @@ import pandas as pd
 import results
 import torch
 from mmengine.config import Config as MMConfig
-from models import PAIRS, Change, Config, build, flops, is_language, length_key, sizes_of, timm_part
+from models import (
+    PAIRS,
+    Change,
+    Config,
+    build,
+    flops,
+    is_language,
+    lasting,
+    length_key,
+    sizes_of,
+    timm_part,
+)
 from tqdm import tqdm
 
 from tokenformer_vit.cli import run as run_command
@@ -158,8 +169,7 @@ class Sweep:
         variant.change(cfg, self.sizes)
         if variant.costs:
             total = sum(share * flops(self.config_of(other)) for other, share in variant.costs)
-            length, key = self.base["train_cfg"], length_key(cfg)
-            cfg["train_cfg"][key] = max(1, round(total / flops(cfg) * length[key]))
+            lasting(total / flops(cfg))(cfg, self.sizes)
         return cfg
 
     def run(self) -> None:
@@ -257,12 +267,11 @@ class Sweep:
             model["backbone"] |= {"type": "ProbeBackbone", "stem_seed": seed}
         if hold:
             hold_out(cfg)
-            length, key = cfg["train_cfg"], length_key(cfg)
             if self.args.lr_length:
                 if any("schedule" in each for each in cfg.get("custom_hooks") or []):
                     raise InputError(f"{variant.name} grows at fixed times: omit --lr-length")
-                share = self.args.lr_length / self.base["train_cfg"][key]
-                length[key] = max(1, round(share * length[key]))
+                whole = self.base["train_cfg"][length_key(cfg)]
+                lasting(self.args.lr_length / whole)(cfg, self.sizes)
         hooks = [{"type": "CostHook"}, *[{"type": "DiagnosticsHook"}] * self.question.diagnose]
         present = cfg.get("custom_hooks") or []
         cfg["custom_hooks"] = [*present, *(hook for hook in hooks if hook not in present)]
