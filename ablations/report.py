@@ -66,7 +66,8 @@ def sweeps(rows: pd.DataFrame) -> dict[str, Sweep]:
     for (name, base, options), own in groups:
         key = f"{name}/{base}"
         key += f"/{options.replace(' ', '/')}" * (key in found)
-        found[key] = Sweep(asked[name], own)
+        if not at_best(own, asked[name].metric).empty:  # its rates are still being chosen
+            found[key] = Sweep(asked[name], own)
     return found
 
 

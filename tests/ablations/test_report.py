@@ -124,6 +124,12 @@ def test_a_caption_tells_how_runs_were_made(sweep, other, words):
     assert words in report.caption(sweep(NINE[0], ("two", [1, 2, 3], other)), "")
 
 
+def test_a_sweep_has_a_table_once_its_rates_are_chosen(sweep, runs):
+    choosing = ("one", [1], {"selected_on": "held-out"})
+    assert report.sweeps(runs(choosing)) == {}
+    assert list(sweep(choosing, ("two", [1, 2], {})).variants) == ["two"]
+
+
 def test_ways_to_get_a_size(sweep):
     sizes = {"top1_at_0.5": 70, "pruned_at_0.5": 20, "flops": 3e12}
     names, values = ["alone_50", "alone_100", "one"], ([50, 51], [90, 91], [92, 93])
