@@ -31,7 +31,7 @@ step() { # NAME MINUTES COMMAND...: its output is in OUT/NAME.log
 }
 bench() { step "$1" "$2" -m tokenformer_vit benchmark --out "$out/$1.json" --precisions autocast "${@:3}"; }
 converge() { # OPTIMISER RATES...: TokenFormer and ViT; runs that results.csv has are not repeated
-    step "$1" 9 ablations/recipes.py recipes --config configs/cifar10_stem.py --data-root "$kit/images" --jobs 8 --seeds 5 \
+    step "$1" 9 ablations/recipes.py recipes --config configs/cifar10_stem.py --data-root "$kit/images" --jobs 11 --seeds 5 \
         --variants "tokenformer_$1" "vit_$1" --lr "${@:2}" --lr-length 12 --work-dir "$kit/runs/$1" --results "$out/results.csv"
 }
 step tests 4 -m pytest -q -n 4 -m gpu --continue-on-collection-errors tests &
