@@ -17,7 +17,6 @@ STAGES = {  # {} is how many times as large as the small model
     "small, grown by zero keys": ("x{}_zero_key_10", "x{}_zero_key_20"),
     "small, grown by random pairs": ("x{}_released_10", "x{}_released_20"),
 }
-FIRST_STEPS = ("same", "zero_key", "zero_key_lr10", "duplicate", "random")
 WAYS = ("sandwich", *(f"{way}_{size}" for way in ("alone", "vit") for size in (25, 50, 75, 100)))
 
 
@@ -56,13 +55,6 @@ def draw(found: Mapping[str, Sweep]) -> None:
                 means = sweep.means.loc[own, metric]
                 axes.errorbar(spent[own], means, width, marker="o", capsize=2, label=label)
             axes.set(xscale="log", xlabel="training FLOPs")
-    with chart("first_steps", "perplexity after growth") as (axes,):
-        curves = pd.read_parquet(CURVES)
-        curves = curves.query("question == 'growth_start' and kind == 'perplexity'")
-        means = curves.pivot_table("value", "x", "variant")[[*FIRST_STEPS]]
-        variants = found["growth_start/lm_micro"].variants
-        axes.plot(means, label=[variants[name].label for name in FIRST_STEPS])
-        axes.set(xlabel="iteration after growth")
     with chart("nested", "top-1 (%) over the share of the pairs") as (axes,):
         sizes, _ = by_size(found[f"nested/{BASE}"], WAYS)
         axes.plot(sizes.T, marker="o", label=[*sizes.index])
