@@ -30,7 +30,8 @@ the 95 % interval that it gives, by Student's t. A difference beyond it is **bol
 are inside their grids. Seeds are paired only where both variants go on from the same trained
 models. FLOPs are those of one training or stage; minutes are those of machines that did other work.
 """
-SHORTER = ("cifar10_mini",)  # in results.csv alone: another base answers the same questions
+# Bases, and a sweep, that are in results.csv alone: longer runs answer the same questions.
+OLDER = ("cifar10_mini", "recipes/cifar10_micro_50k")
 
 
 class Sweep:
@@ -186,7 +187,8 @@ def caption(sweep: Sweep, shared: str) -> str:
 def tables(found: Mapping[str, Sweep]) -> str:
     """Render TABLES.md."""
     text, title = INTRODUCTION, ""
-    shown = [each for each in found.values() if each.rows["base"].iloc[0] not in SHORTER]
+    bases = {key: each.rows["base"].iloc[0] for key, each in found.items()}
+    shown = [own for key, own in found.items() if not {key, bases[key]} & {*OLDER}]
     titles = [each.question.title for each in shown]
     for sweep in sorted(shown, key=lambda each: titles.index(each.question.title)):
         if sweep.question.title != title:
