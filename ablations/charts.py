@@ -10,7 +10,18 @@ from report import Sweep, by_size
 from results import CURVES, FOLDER, RUN, Noise, difference, noise
 
 BASE = "cifar10_micro_50k"
-LEADS = {"AdamW": ("tokenformer_adamw", "vit_adamw"), "Muon": ("tokenformer_muon", "vit_muon")}
+LEADS = {  # epochs, sweep, TokenFormer, ViT; the last one also by epoch
+    "AdamW": (
+        (2, f"budget/{BASE}", "ours_one_quarter", "vit_one_quarter"),
+        (4, f"budget/{BASE}", "ours_one_half", "vit_one_half"),
+        (8, f"early/{BASE}", "tokenformer", "vit"),
+        (20, f"stages/{BASE}", "x3", "x3_reference"),
+    ),
+    "Muon": tuple(
+        (epochs, f"recipes/{BASE}/train_cfg.max_epochs={epochs}", "tokenformer_muon", "vit_muon")
+        for epochs in (8, 20)
+    ),
+}
 STAGES = {  # {} is how many times as large as the small model
     "large, from scratch": ("x{}_sunk_20", "x{}_shared_20", "x{}_counted_20", "x{}"),
     "small, trained on": ("small", "x{}_same_10", "x{}_same_20"),
@@ -22,16 +33,17 @@ WAYS = ("sandwich", *(f"{way}_{size}" for way in ("alone", "vit") for size in (2
 
 def draw(found: Mapping[str, Sweep]) -> None:
     """Draw all charts."""
-    titles = "TokenFormer − ViT, top-1 in points", "the same, during the longest trainings"
-    lengths = [own for key, own in found.items() if key.startswith(f"recipes/{BASE}/")]
+    titles = "TokenFormer − ViT: top-1 in points", "the same, during trainings of 20 epochs"
     with chart("lead", *titles) as (ends, within):
-        for label, (ours, vit) in LEADS.items():
-            own = [each for each in lengths if {ours, vit} <= each.variants.keys()]
-            epochs = [each.best["epochs"].max() for each in own]
-            leads = [difference(each.best, ours, vit, "top1") for each in own]
-            ends.errorbar(epochs, *zip(*leads, strict=True), marker="o", capsize=2, label=label)
-            means = during(own[-1])
-            within.plot(means[ours] - means[vit], marker=".", label=f"{label}, {epochs[-1]} epochs")
+        for label, leads in LEADS.items():
+            points = [
+                (epochs, *difference(found[key].best, ours, vit, "top1"))
+                for epochs, key, ours, vit in leads
+            ]
+            ends.errorbar(*zip(*points, strict=True), marker="o", capsize=2, label=label)
+            _, key, ours, vit = leads[-1]
+            means = by_epoch(found[key])
+            within.plot(means[ours] - means[vit], marker=".", label=label)
         for axes in (ends, within):
             axes.axhline(0, color="0.5")
             axes.set(xlabel="epochs")
@@ -70,7 +82,7 @@ def draw(found: Mapping[str, Sweep]) -> None:
         axes.set(xlabel="share of the pairs kept in q, k and v")
 
 
-def during(sweep: Sweep) -> Any:
+def by_epoch(sweep: Sweep) -> Any:
     """Return the mean top-1 of each variant by epoch, at the runs' validations."""
     runs = sweep.best[[*RUN, "epochs", "iterations"]]
     curves = pd.read_parquet(CURVES).query("kind == 'top1'").merge(runs, on=RUN)

@@ -174,8 +174,11 @@ def stable(cfg: Config, sizes: Sizes) -> None:
     how: Config = {"by_epoch": False}
     if key == "max_epochs":
         how = {"by_epoch": True, "convert_to_iter_based": True}
-    how |= {"start_factor": 1.0, "end_factor": 0.02, "begin": round(0.85 * cfg["train_cfg"][key])}
-    cfg["param_scheduler"][1:] = [{"type": "LinearLR", **how}]
+    begin = 0.85 * cfg["train_cfg"][key]
+    how |= {"begin": begin if how["by_epoch"] else round(begin)}
+    cfg["param_scheduler"][1:] = [
+        {"type": "LinearLR", "start_factor": 1.0, "end_factor": 0.02, **how}
+    ]
 
 
 def one_step(references: Named) -> Iterator[Variant]:
@@ -189,7 +192,7 @@ def one_step(references: Named) -> Iterator[Variant]:
         yield Variant(scratch, f"all pairs, cost of {when} %", base_model, costs=costs)
         yield Variant(f"longer_{when}", f"half, cost of {when} %", fewer_pairs(1 / 2), costs=costs)
         compare = ("large", scratch, f"longer_{when}")
-        for init in ("zero_key", "duplicate", "random"):
+        for init in ("zero_key", "duplicate", "released"):
             # Their rate rises in 100 iterations; their moments begin at 0.
             change = once(when / 100, Sizes.pairs, init=init, new_warmup_iters=100)
             yield Variant(f"{init}_{when}", f"{INITS[init]}, {when} %", change, compare=compare)

@@ -170,10 +170,12 @@ def lasting(cfg: Config, sizes: Sizes, share: float) -> None:
     """Multiply the length of the training; a decay that begins in its second half moves with it."""
     key = length_key(cfg)
     length = cfg["train_cfg"][key]
-    cfg["train_cfg"][key] = max(1, round(share * length))
+    new = cfg["train_cfg"][key] = max(1, round(share * length))
     for part in cfg.get("param_scheduler") or []:
-        if part.get("begin", 0) > length / 2:
-            part["begin"] = round(share * part["begin"])
+        same_unit = part.get("by_epoch", True) == (key == "max_epochs")
+        if same_unit and part.get("begin", 0) > length / 2:
+            moved = part["begin"] * new / length
+            part["begin"] = moved if part.get("convert_to_iter_based") else round(moved)
 
 
 @factory

@@ -71,7 +71,7 @@ def by_recipe() -> Iterator[Variant]:
     )
     models = (("tokenformer", "TokenFormer", base_model), ("vit", "ViT, matched", matched_vit))
     for (kind, label, model), (recipe, text, change) in product(models, recipes):
-        others = (f"vit_{recipe}", f"{kind}_adamw")
+        others = (f"vit_{recipe}", f"{kind}_muon" if recipe == "cutmix" else f"{kind}_adamw")
         name = f"{kind}_{recipe}"
         compare = tuple(other for other in others if other != name)
         yield Variant(name, f"{label}, {text}", several(model, change), compare=compare)

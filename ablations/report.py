@@ -27,11 +27,11 @@ Rendered by `python ablations/report.py` from [results.csv](results.csv). A row 
 best learning rate, which seed 0 chose, over n seeds; `*` marks a rate at the end of its grid. Each
 sweep has one σ, the standard deviation of a run by its seed, pooled over its variants. A ± is half
 the 95 % interval that it gives, by Student's t. A difference beyond it is **bold**, if both rates
-are inside their grids. Seeds are paired only where both variants go on from the same trained
-models. FLOPs are those of one training or stage; minutes are those of machines that did other work.
+are inside their grids; where all rows have one rate, no other was tried. Seeds are paired only
+where both variants go on from the same trained models. FLOPs of a stage follow those of the model
+that it goes on from. Minutes are those of machines that did other work.
 """
-# Bases, and a sweep, that are in results.csv alone: longer runs answer the same questions.
-OLDER = ("cifar10_mini", "recipes/cifar10_micro_50k")
+SHORTER = ("cifar10_mini",)  # in results.csv alone: another base answers the same questions
 
 
 class Sweep:
@@ -46,10 +46,11 @@ class Sweep:
         self.means: Any = runs.mean(numeric_only=True)
         self.n = int(runs.size().mode().max())  # seeds of most variants
         texts = self.best.filter(like="perplexity/").dropna(axis=1)
-        # Column and heading of the result, or of that of each text.
-        self.metrics = {each: each.removeprefix("perplexity/") for each in texts}
-        if len(self.metrics) < 2:
-            self.metrics = {question.metric: question.metric.replace("top1", "top-1 %")}
+        # Column and heading of the result; that of each text follows, if there are several.
+        whole = "all texts" if len(texts.columns) > 1 else question.metric
+        self.metrics = {question.metric: whole.replace("top1", "top-1 %")}
+        if len(texts.columns) > 1:
+            self.metrics |= {each: each.removeprefix("perplexity/") for each in texts}
 
     def compared(self, one: str, other: str) -> str:
         """Format a difference: in bold beyond its interval, if no rate is at the end of a grid."""
@@ -62,11 +63,11 @@ class Sweep:
 
 def sweeps(rows: pd.DataFrame) -> dict[str, Sweep]:
     """Group the runs into sweeps, by question, base and options, in the order of the file."""
-    asked, found = questions(), {}
+    asked, found, seen = questions(), {}, set()
     groups: Any = rows.groupby(SWEEP, sort=False)
     for (name, base, options), own in groups:
         key = f"{name}/{base}"
-        key += f"/{options.replace(' ', '/')}" * (key in found)
+        seen.add(key := key + f"/{options.replace(' ', '/')}" * (key in seen))
         if not at_best(own, asked[name].metric).empty:  # its rates are still being chosen
             found[key] = Sweep(asked[name], own)
     return found
@@ -99,7 +100,9 @@ def table(sweep: Sweep, names: Sequence[str], *, brief: bool = False) -> tuple[s
     columns["trained parameters"] = texts(first["trainable"], "{:,.0f}")
     columns["rate"] = texts(first["lr"], "{:g}") + first["at_end"].map({True: "*", False: ""})
     columns[length] = texts(first[length], "{:,.0f}")
-    columns["10¹² FLOPs"] = texts(mean["flops"] / 1e12, "{:.3g}")
+    flops = sweep.means["flops"] / 1e12
+    before = texts(first["start"].map(flops), "{:.3g} + ")  # of the model that it goes on from
+    columns["10¹² FLOPs"] = before + texts(flops[names], "{:.3g}")
     columns["n"] = texts(runs.size()[names], "{}")
     columns["minutes"] = texts(mean["seconds"] / 60, "{:.1f}")
     one = columns.iloc[0]
@@ -166,8 +169,9 @@ def caption(sweep: Sweep, shared: str) -> str:
     text = f"`{one['base']}`" + (f", `{one['options']}`" if one["options"] else "")
     text += f": {one['hardware']}, {one['dtype']}, {rows['examples'].max():,.0f} examples, "
     text += f"{one['batch_size']:.0f} a step, {shared}. "
-    tried = rows.loc[rows["seed"] == rows["seed"].min(), "epochs"].dropna()
-    shorter = "".join(f" in {n:g} epochs" for n in {*tried} - {*sweep.best["epochs"]})
+    unit = "epochs" if rows["epochs"].notna().any() else "iterations"
+    tried = rows.loc[rows["seed"] == rows["seed"].min(), unit].dropna()
+    shorter = "".join(f" in {n:g} {unit}" for n in {*tried} - {*sweep.best[unit]})
     chosen = {"held-out": f"held-out training data{shorter}. "}
     chosen["test"] = "test data: seed 0's result chose and also counts. "
     chosen_on = [chosen[data] for data in rows["selected_on"].unique() if data]
@@ -187,8 +191,7 @@ def caption(sweep: Sweep, shared: str) -> str:
 def tables(found: Mapping[str, Sweep]) -> str:
     """Render TABLES.md."""
     text, title = INTRODUCTION, ""
-    bases = {key: each.rows["base"].iloc[0] for key, each in found.items()}
-    shown = [own for key, own in found.items() if not {key, bases[key]} & {*OLDER}]
+    shown = [each for each in found.values() if each.rows["base"].iloc[0] not in SHORTER]
     titles = [each.question.title for each in shown]
     for sweep in sorted(shown, key=lambda each: titles.index(each.question.title)):
         if sweep.question.title != title:

@@ -75,9 +75,9 @@ class Noise(NamedTuple):
 
 
 def best_rates(rows: pd.DataFrame, metric: str) -> dict[str, float]:
-    """Return the rate of each variant's best run; of equal ones, the first."""
+    """Return the rate of each variant's best run; of equal ones, the lowest."""
     ranked = rows.dropna(subset=[metric])
-    ranked = ranked.sort_values(metric, ascending=metric == "perplexity", kind="stable")
+    ranked = ranked.sort_values([metric, "lr"], ascending=[metric == "perplexity", True])
     return ranked.drop_duplicates("variant").set_index("variant")["lr"].to_dict()
 
 
@@ -98,10 +98,13 @@ def at_best(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
 def noise(best: pd.DataFrame, metric: str) -> Noise:
     """Pool the deviation of seeds over the variants of a sweep.
 
-    Variants that go on from the same models are not independent: they count once.
+    Variants that go back to the same models are not independent: they count once.
     """
     own = best.loc[~best.index.duplicated()]
-    family = own["start"].where(own["start"].isin(own["variant"]), own["variant"])
+    starts = dict(zip(own["variant"], own["start"], strict=True))
+    family = own["variant"]
+    while (before := family.map(starts)).isin(starts).any():
+        family = before.where(before.isin(starts), family)
     variants = own.groupby([family.rename("family"), "variant"])[metric].agg(["var", "count"])
     families = variants.dropna().groupby("family").mean()
     degrees = families["count"] - 1

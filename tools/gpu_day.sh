@@ -42,7 +42,7 @@ bench train 5 --modes train --batch-sizes $batches
 bench infer 3 --modes infer --batch-sizes $batches
 bench profile 1 --profile --backends auto
 [[ -e $out/results.csv ]] || cp ablations/{results.csv,curves.parquet} "$out"
-export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 # for 16 processes, which MPS lets compute at once
+export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 # for 18 processes, which MPS lets compute at once
 nvidia-cuda-mps-control -d || true
 converge muon 0.0015 0.003 0.006 0.012 &
 converge cutmix 0.0015 0.003 0.006 0.012 &

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import sweep
-from models import build, flops, matched_vit, sizes_of
+from models import build, flops, lasting, matched_vit, sizes_of
 from report import questions
 
 from tokenformer_vit.training.config import load_config
@@ -73,3 +73,12 @@ def test_stages_cost_what_they_are_compared_with():
     for name, small in (("x3_sunk_20", 0), ("x3_shared_20", 1 / 3), ("x3_counted_20", 1)):
         half_an_epoch = flops(configs[name]) / 2
         assert abs(cost(name) - cost("x3") / 5 - small * cost("small")) <= half_an_epoch
+
+
+def test_a_late_decay_moves_with_the_length():
+    begins = {"begin": 1}, {"begin": 17.0, "convert_to_iter_based": True}, {"begin": 17}
+    other_unit = {"begin": 20, "by_epoch": False}
+    cfg = {"train_cfg": {"max_epochs": 20}, "param_scheduler": [*begins, other_unit]}
+    lasting(0.6)(cfg, None)
+    assert cfg["train_cfg"] == {"max_epochs": 12}
+    assert [part["begin"] for part in cfg["param_scheduler"]] == pytest.approx([1, 10.2, 10, 20])

@@ -73,6 +73,13 @@ def test_seeds_are_paired_only_after_the_same_models(runs):
     noise = results.noise(rows, "top1")
     assert noise.degrees == 2  # all three have the same three models
     assert results.difference(rows, "one", "small", "top1")[1] == noise.half_width(3, 3)
+    chain = runs(*starts, ("two", [11, 21, 32], {"start": "one"}))
+    assert results.noise(chain, "top1").degrees == 2
+
+
+def test_of_equal_rates_the_lowest_is_chosen(runs):
+    rows = runs(*(("one", [7], {"lr": lr}) for lr in (2e-3, 1e-3)))
+    assert results.best_rates(rows, "top1") == {"one": 1e-3}
 
 
 @pytest.mark.parametrize(
@@ -199,4 +206,4 @@ def test_the_charts_of_the_repository_are_drawn(monkeypatch, tmp_path):
     (tmp_path / "figures").mkdir()
     monkeypatch.setattr(charts, "FOLDER", tmp_path)
     charts.draw(report.sweeps(rows))
-    assert len(list(tmp_path.glob("figures/*.png"))) == 6
+    assert len(list(tmp_path.glob("figures/*.png"))) == 5

@@ -241,7 +241,7 @@ def check_schedule(cfg: Config) -> None:
         by_epoch, begin = part.get("by_epoch", True), part.get("begin", 0)
         if by_epoch and limit == "max_iters" and not part.get("convert_to_iter_based"):
             raise InputError(f"param_scheduler.{index} counts epochs: set by_epoch=False")
-        end = part.get("end", max(begin + 1, length))
+        end = part.get("end", length)
         if by_epoch == (limit == "max_epochs") and not begin < end <= length:
             raise InputError(
                 f"param_scheduler.{index} is from {begin} to {end}, but train_cfg.{limit} is "

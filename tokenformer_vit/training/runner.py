@@ -137,7 +137,7 @@ class TrainingRunner(Runner):
 
     def train(self) -> nn.Module:
         """Train; the signals that end a job are noted meanwhile."""
-        # Once such a block is freed, glibc keeps what each iteration frees, and gets it faster.
+        # Once such a block is freed, glibc keeps up to 64 MiB that an iteration frees for the next.
         torch.empty(2**25 - 2**16, dtype=torch.uint8)
         # Without running code in files, also where mmengine or mmpretrain loads them.
         only = mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1")
