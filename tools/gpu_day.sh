@@ -31,7 +31,7 @@ step() { # NAME MINUTES COMMAND...: its output is in OUT/NAME.log
 }
 bench() { step "$1" "$2" -m tokenformer_vit benchmark --out "$out/$1.json" --precisions autocast "${@:3}"; }
 converge() { # OPTIMISER RATES...: TokenFormer and ViT; runs that results.csv has are not repeated
-    step "$1" 12 ablations/recipes.py recipes --config configs/cifar10_stem.py --data-root "$kit/images" --jobs 6 --seeds 5 \
+    step "$1" 12 ablations/recipes.py recipes --config configs/cifar10_stem.py --data-root "$kit/images" --jobs 8 --seeds 5 \
         --variants "tokenformer_$1" "vit_$1" --lr "${@:2}" --lr-length 12 --work-dir "$kit/runs/$1" --results "$out/results.csv"
 }
 step tests 4 -m pytest -q -n 4 -m gpu --continue-on-collection-errors tests &
@@ -42,11 +42,11 @@ bench train 5 --modes train --batch-sizes $batches
 bench infer 3 --modes infer --batch-sizes $batches
 bench profile 1 --profile --backends auto
 [[ -e $out/results.csv ]] || cp ablations/{results.csv,curves.parquet} "$out"
-export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 # for 18 processes, which MPS lets compute at once
+export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 # for 24 processes, which MPS lets compute at once
 nvidia-cuda-mps-control -d || true
 converge muon 0.0015 0.003 0.006 0.012 &
 converge cutmix 0.0015 0.003 0.006 0.012 &
-converge adamw 0.001 0.002 0.004 0.008 0.016
+converge adamw 0.001 0.002 0.004 0.008
 wait
 echo quit | nvidia-cuda-mps-control || true
 unset OMP_NUM_THREADS
