@@ -177,7 +177,7 @@ class ImagesInMemory(CustomDataset):
             return
         once, self._augment = divide(self.pipeline.transforms[:-1])
         self._labels = torch.from_numpy(self.get_gt_labels())
-        load = Compose(once)
+        load: Any = Compose(once)
         indices = tqdm(range(len(self)), "reading", unit="image", leave=False, disable=None)
         images: Any = [PackLabels.format_input(load(self.get_data_info(i))["img"]) for i in indices]
         self._images = torch.stack(images).to("cuda" if torch.cuda.is_available() else "cpu")
