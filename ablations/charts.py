@@ -43,7 +43,7 @@ def draw(found: Mapping[str, Sweep]) -> None:
             ends.errorbar(*zip(*points, strict=True), marker="o", capsize=2, label=label)
             _, key, ours, vit = leads[-1]
             means = by_epoch(found[key])
-            within.plot(means[ours] - means[vit], marker=".", label=label)
+            within.plot((means[ours] - means[vit]).dropna(), marker=".", label=label)
         for axes in (ends, within):
             axes.axhline(0, color="0.5")
             axes.set(xlabel="epochs")
