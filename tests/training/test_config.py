@@ -117,7 +117,7 @@ def test_a_config_tells_the_sampler_how_short_an_epoch_is(config):
             "static_graph=False",
         ),
         ("model = dict(sandwich=True)\nactivation_checkpointing = ['blocks']", "activation_ch"),
-        ("train_cfg = dict(max_epochs=1)", r"scheduler\.1 is from 1 to 2, but .*max_epochs is 1"),
+        ("train_cfg = dict(max_epochs=1)", r"scheduler\.1 is from 1 to 1, but .*max_epochs is 1"),
         (
             "train_cfg = dict(_delete_=True, type='ResumableIterLoop', max_iters=100)",
             r"param_scheduler\.1 counts epochs: set by_epoch=False",
