@@ -175,7 +175,7 @@ def lasting(cfg: Config, sizes: Sizes, share: float) -> None:
         same_unit = part.get("by_epoch", True) == (key == "max_epochs")
         if same_unit and part.get("begin", 0) > length / 2:
             moved = part["begin"] * new / length
-            part["begin"] = moved if part.get("convert_to_iter_based") else round(moved)
+            part["begin"] = moved if part.get("convert_to_iter_based") else int(moved)
 
 
 @factory

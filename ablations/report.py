@@ -27,9 +27,10 @@ Rendered by `python ablations/report.py` from [results.csv](results.csv). A row 
 best learning rate, which seed 0 chose, over n seeds; `*` marks a rate at the end of its grid. Each
 sweep has one σ, the standard deviation of a run by its seed, pooled over its variants. A ± is half
 the 95 % interval that it gives, by Student's t. A difference beyond it is **bold**, if both rates
-are inside their grids; where all rows have one rate, no other was tried. Seeds are paired only
-where both variants go on from the same trained models. FLOPs of a stage follow those of the model
-that it goes on from. Minutes are those of machines that did other work.
+are inside their grids; where a caption does not say what chose the rates, each variant had only
+one. Seeds are paired only where both variants go on from the same trained models. FLOPs of a stage
+follow those of the models that it goes on from, without the pre-training of MAE. Minutes are those
+of machines that did other work.
 """
 SHORTER = ("cifar10_mini",)  # in results.csv alone: another base answers the same questions
 
@@ -101,8 +102,10 @@ def table(sweep: Sweep, names: Sequence[str], *, brief: bool = False) -> tuple[s
     columns["rate"] = texts(first["lr"], "{:g}") + first["at_end"].map({True: "*", False: ""})
     columns[length] = texts(first[length], "{:,.0f}")
     flops = sweep.means["flops"] / 1e12
-    before = texts(first["start"].map(flops), "{:.3g} + ")  # of the model that it goes on from
-    columns["10¹² FLOPs"] = before + texts(flops[names], "{:.3g}")
+    spent, start, starts = texts(flops[names], "{:.3g}"), first["start"], runs["start"].first()
+    while start.isin(flops.index).any():  # of the models that it goes on from
+        spent, start = texts(start.map(flops), "{:.3g} + ") + spent, start.map(starts)
+    columns["10¹² FLOPs"] = spent
     columns["n"] = texts(runs.size()[names], "{}")
     columns["minutes"] = texts(mean["seconds"] / 60, "{:.1f}")
     one = columns.iloc[0]
