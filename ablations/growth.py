@@ -59,6 +59,7 @@ INITS = {
 }
 LENGTHS = (10, 20)  # of a stage, in % of the large model's training
 ACCOUNTS = {"sunk": 0.0, "shared": 1 / 3, "counted": 1.0}  # shares of the small model's cost
+UNITS = {"max_epochs": "epoch", "max_iters": "iteration"}  # of the times of a growth
 STEPS = 50  # between two validations; each takes about as long as 40 training steps
 
 
@@ -72,9 +73,8 @@ def growing(schedule: Sequence[Mapping[str, int]], **how: Any) -> Change:
 def during(cfg: Config, sizes: Sizes, shares: Sequence[float], part: Part, **how: Any) -> None:
     """Start with the first share of the full size, and grow through the others in equal stages."""
     key = length_key(cfg)
-    unit = {"max_epochs": "epoch", "max_iters": "iteration"}[key]
     schedule = [
-        {unit: round(stage / len(shares) * cfg["train_cfg"][key]), **part(sizes, share)}
+        {UNITS[key]: round(stage / len(shares) * cfg["train_cfg"][key]), **part(sizes, share)}
         for stage, share in enumerate(shares)
     ]
     resized(lambda sizes: part(sizes, shares[0]))(cfg, sizes)
@@ -163,22 +163,18 @@ def stage_of(
 def once(cfg: Config, sizes: Sizes, when: float, size: Size, **how: Any) -> None:
     """Begin with half of the full size, and grow after a share of the training."""
     key = length_key(cfg)
-    unit = {"max_epochs": "epoch", "max_iters": "iteration"}[key]
     resized(lambda sizes: {name: each // 2 for name, each in size(sizes).items()})(cfg, sizes)
-    growing([{unit: round(when * cfg["train_cfg"][key]), **size(sizes)}], **how)(cfg, sizes)
+    growing([{UNITS[key]: round(when * cfg["train_cfg"][key]), **size(sizes)}], **how)(cfg, sizes)
 
 
 def stable(cfg: Config, sizes: Sizes) -> None:
     """Keep the rate after its warm-up, until it falls to a fiftieth in the last 15 %."""
     key = length_key(cfg)
-    how: Config = {"by_epoch": False}
-    if key == "max_epochs":
-        how = {"by_epoch": True, "convert_to_iter_based": True}
-    begin = 0.85 * cfg["train_cfg"][key]
-    how |= {"begin": begin if how["by_epoch"] else round(begin)}
-    cfg["param_scheduler"][1:] = [
-        {"type": "LinearLR", "start_factor": 1.0, "end_factor": 0.02, **how}
-    ]
+    by_epoch, begin = key == "max_epochs", 0.85 * cfg["train_cfg"][key]
+    decay = {"type": "LinearLR", "start_factor": 1.0, "end_factor": 0.02}
+    decay |= {"begin": begin if by_epoch else round(begin)}
+    decay |= {"by_epoch": by_epoch, "convert_to_iter_based": by_epoch}
+    cfg["param_scheduler"][1:] = [decay]
 
 
 def one_step(references: Named) -> Iterator[Variant]:

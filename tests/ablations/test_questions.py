@@ -28,8 +28,8 @@ def test_a_recipe_is_what_its_label_says(base):
     words = ["recipes", "--config", base, "--allow-dirty"]
     own = [QUESTIONS["recipes"], QUESTIONS["budget"]]
     for name, cfg in sweep.Sweep(*sweep.parse(own, words)).configs.items():
-        types = {"adamw": "AdamW", "cutmix": "timm.optim.Muon", "deit3": "timm.optim.Lamb"}
-        types["muon"] = types["cutmix"]
+        muon = "timm.optim.Muon"
+        types = {"adamw": "AdamW", "muon": muon, "cutmix": muon, "deit3": "timm.optim.Lamb"}
         assert cfg["optim_wrapper"]["optimizer"]["type"] == types[name.rpartition("_")[2]]
 
 
