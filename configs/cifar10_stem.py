@@ -3,7 +3,7 @@
 #
 # Data:      tokenformer-vit prepare-data cifar10_parquet data/cifar10
 # Batch:     512
-# Hardware:  one GPU; on one CPU core 340 images a second
+# Hardware:  one GPU; on one CPU core 460 images a second
 # Command:   tokenformer-vit train configs/cifar10_stem.py
 # Expected:  not run to the end; its ViT is in ablations/TABLES.md
 _base_ = "cifar10_micro_50k.py"
