@@ -15,7 +15,7 @@ LEADS = {  # epochs, sweep, TokenFormer, ViT; the last one also by epoch
         (2, f"budget/{BASE}", "ours_one_quarter", "vit_one_quarter"),
         (4, f"budget/{BASE}", "ours_one_half", "vit_one_half"),
         (8, f"early/{BASE}", "tokenformer", "vit"),
-        (20, f"stages/{BASE}", "x3", "x3_reference"),
+        (20, f"recipes/{BASE}/train_cfg.max_epochs=20", "tokenformer_adamw", "vit_adamw"),
     ),
     "Muon": tuple(
         (epochs, f"recipes/{BASE}/train_cfg.max_epochs={epochs}", "tokenformer_muon", "vit_muon")

@@ -4,7 +4,8 @@ python ablations/report.py           writes TABLES.md, the tables of pages, and 
 python ablations/report.py --check   fails if TABLES.md or a table of a page is out of date
 
 Pages have tables between markers such as ``<!-- table softmax/cifar10_mini gelu_l2 vit -->``, of a
-sweep (question and base) and its variants, and ``<!-- end -->``.
+sweep (question and base) and its variants, and ``<!-- end -->``; and differences of two variants in
+sentences, after ``<!-- difference softmax/cifar10_mini gelu_l2 vit -->``.
 """
 
 import argparse
@@ -230,7 +231,7 @@ def converted(names: Sequence[str]) -> str:
 
 
 def fill(text: str, found: Mapping[str, Sweep]) -> str:
-    """Render the tables between the markers of a page."""
+    """Render what is between the markers of a page."""
 
     def render(match: re.Match[str]) -> str:
         begin, kind, words, end = match.groups()
@@ -239,9 +240,11 @@ def fill(text: str, found: Mapping[str, Sweep]) -> str:
         if kind == "converted":
             return begin + converted(words.split()) + end
         key, *names = words.split()
+        if kind == "difference":
+            return begin + found[key].compared(*names) + end
         return begin + table(found[key], names, brief=True)[0] + end
 
-    marked = r"(<!-- (table|differences|converted) (.+?)-->\n).*?(<!-- end -->)"
+    marked = r"(<!-- (table|differences?|converted) (.+?)-->\n?).*?(<!-- end -->)"
     return re.sub(marked, render, text, flags=re.DOTALL)
 
 

@@ -179,6 +179,7 @@ def test_tables_are_written_and_checked(sweep, path, monkeypatch, tmp_path):
     tables, page = tmp_path / "TABLES.md", tmp_path / "README.md"
     page.write_text(
         "Before\n<!-- table which/base two -->\nold\n<!-- end -->\n"
+        "By <!-- difference which/base one two -->old<!-- end --> points.\n"
         "<!-- differences A | B\nwhich/base one two eight epochs\n-->\n<!-- end -->\n"
     )
     monkeypatch.setattr(report, "TABLES", tables)
@@ -191,6 +192,7 @@ def test_tables_are_written_and_checked(sweep, path, monkeypatch, tmp_path):
     assert "old" not in page.read_text()
     row = "| eight epochs | 11.00 | 2.00 | **+9.00 ± 2.27** |\n"
     assert page.read_text().endswith(f"{row}<!-- end -->\n")
+    assert "one two -->**+9.00 ± 2.27**<!-- end --> points.\n" in page.read_text()
     monkeypatch.setattr("sys.argv", ["report.py", "--check"])
     report.main()
     tables.write_text(tables.read_text().replace("11.00", "12.00"))
