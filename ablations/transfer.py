@@ -1,15 +1,29 @@
 """Models that start from others: from masked autoencoders, or from a training on other images."""
 
+import copy
+import inspect
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from models import PAIRS, Config, Sizes, arguments, base_model, factory, matched_vit, several
+from models import (
+    PAIRS,
+    Config,
+    Sizes,
+    arguments,
+    base_model,
+    factory,
+    matched_vit,
+    several,
+    sizes_of,
+)
 from sweep import Question, Variant, main
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.checkpoints import description_of
 from tokenformer_vit.training.config import read_config
+from tokenformer_vit.training.models.backbone import TimmClassificationBackbone
 
 MAE = """Does pre-training by masked images (MAE) help a TokenFormer, with all labels and a tenth?
 
@@ -17,9 +31,10 @@ Pre-training (arXiv:2111.06377) has five times the epochs of the config, and so 
 a tenth of the labels. The same model from scratch has as many epochs as both together."""
 TUNING = """What to train of a model that was trained on other data? Appended pairs, LoRA, the rest?
 
-LoRA on every linear layer of the matched ViT has as many parameters as appended pairs. All seeds
-share a TokenFormer and a ViT, which were trained on CIFAR-10 by
-`python ablations/growth.py growth --config configs/cifar10_micro.py --variants large vit`."""
+LoRA on every linear layer of the ViT has as many parameters as appended pairs. All seeds share a
+TokenFormer `large_seedN` and beside it a ViT `vit_seedN`: both trained on CIFAR-10, by
+`python ablations/growth.py growth --config configs/cifar10_micro.py --variants large vit`, or one
+made from the other by `tokenformer-vit convert`."""
 
 TIMES = 5  # epochs of pre-training, and of fine-tuning with few labels, in those of the config
 
@@ -62,30 +77,54 @@ def with_mae() -> Iterator[Variant]:
             yield Variant(name, text, change, start, compare)
 
 
+def saved(backbone: Config, path: Path) -> Config:
+    """Return a backbone with the model of a file of weights, as config.json beside it describes."""
+    model = description_of(path)
+    own = inspect.signature(TimmClassificationBackbone).parameters
+    kept = {key: value for key, value in backbone.items() if key in own or key == "type"}
+    new = {"model_name": model["architecture"], **model["model_args"], "checkpoint_path": str(path)}
+    return {**kept, **new}
+
+
 def trained(cfg: Config) -> Config:
-    """Return the backbone of a config, with weights to tune."""
-    backbone = cfg["model"]["backbone"]
-    if not Path(path := backbone.get("checkpoint_path") or "no file").is_file():
+    """Return the backbone of a config, with the model of its weights to tune."""
+    path = Path(cfg["model"]["backbone"].get("checkpoint_path") or "no file")
+    if not path.is_file():
         raise InputError(
             f"there are no weights to tune ({path}): a command in --help makes them, or set "
             "--cfg-options model.backbone.checkpoint_path=..."
         )
-    return backbone
+    cfg["model"]["backbone"] = saved(cfg["model"]["backbone"], path)
+    return cfg["model"]["backbone"]
+
+
+def vit(cfg: Config, sizes: Sizes) -> None:
+    """Use the ViT beside the TokenFormer's weights."""
+    folder = Path(trained(cfg)["checkpoint_path"]).parent
+    variant, _, seed = folder.name.rpartition("_")
+    path = folder.parent / f"vit_{seed}" / "model.safetensors"
+    if variant != "large" or not path.is_file():
+        raise InputError(f"rename {folder} to large_seedN, beside vit_seedN with the ViT")
+    cfg["model"]["backbone"] = saved({**cfg["model"]["backbone"], "growth": None}, path)
 
 
 @factory
 def appended(cfg: Config, sizes: Sizes, rank: int) -> None:
     """Append pairs to each layer by its size, with as many parameters as LoRA of a rank has.
 
-    LoRA has ``rank * (C_in + C_out)`` for each of the four linear layers of a block of the matched
-    ViT (C to 3C, C to C, C to hidden and back). A pair has 2C.
+    LoRA has ``rank * (C_in + C_out)`` for each of the four linear layers of a block of the ViT (C
+    to 3C, C to C, C to hidden and back). A pair has 2C.
     """
-    width, hidden = sizes.embed_dim, sizes.hidden()["hidden_features"]
+    other = copy.deepcopy(cfg)
+    vit(other, sizes)
+    trained(cfg)
+    sizes = sizes_of(cfg)  # not the config's, if the weights are of another model
+    width = sizes.embed_dim
+    hidden = round(other["model"]["backbone"]["mlp_ratio"] * width)
     new = round(rank * (8 * width + 2 * hidden) / (2 * width))
     share, total = new / sizes.pairs_of_block, sizes.pairs_of_block + new
     qkv, proj = (sizes.counts[key] + round(share * sizes.counts[key]) for key in PAIRS[:2])
     pairs = dict(zip(PAIRS, (qkv, proj, total - 3 * qkv - proj), strict=True))
-    trained(cfg)
     arguments(growth={**pairs, "freeze": "old"})(cfg, sizes)
 
 
@@ -93,17 +132,6 @@ def appended(cfg: Config, sizes: Sizes, rank: int) -> None:
 def tuned(cfg: Config, sizes: Sizes, **new: Any) -> None:
     """Train the model without new pairs."""
     trained(cfg).update(growth=None, **new)
-
-
-def vit(cfg: Config, sizes: Sizes) -> None:
-    """Use the matched ViT of the same sweep and seed as the TokenFormer's weights."""
-    folder = Path(trained(cfg)["checkpoint_path"]).parent
-    variant, _, seed = folder.name.rpartition("_")
-    if variant != "large":
-        raise InputError(f"rename {folder} to large_seedN, beside vit_seedN with the ViT")
-    path = folder.parent / f"vit_{seed}" / "model.safetensors"
-    several(matched_vit, arguments(checkpoint_path=str(path), growth=None))(cfg, sizes)
-    trained(cfg)
 
 
 @factory
@@ -122,14 +150,14 @@ def whole(cfg: Config, sizes: Sizes) -> None:
 
 SCRATCH = several(tuned(checkpoint_path=""), whole)
 TUNED = (
-    Variant("probe", "head alone", tuned(frozen=True)),
-    Variant("tokens_small", "appended pairs, few", appended(4)),
-    Variant("tokens_large", "appended pairs, more", appended(16)),
-    Variant("full", "the whole model", several(tuned(), whole)),
+    Variant("probe", "head alone", tuned(frozen=True), compare=("vit_probe",)),
+    Variant("tokens_small", "appended pairs, few", appended(4), compare=("lora_small", "full")),
+    Variant("tokens_large", "appended pairs, more", appended(16), compare=("lora_large", "full")),
+    Variant("full", "the whole model", several(tuned(), whole), compare=("vit_full",)),
     Variant("scratch", "the whole model, from scratch", SCRATCH),
     Variant("vit_probe", "ViT, head alone", several(vit, arguments(frozen=True))),
-    Variant("lora_small", "ViT, LoRA, few", lora(4)),
-    Variant("lora_large", "ViT, LoRA, more", lora(16)),
+    Variant("lora_small", "ViT, LoRA, few", lora(4), compare=("vit_full",)),
+    Variant("lora_large", "ViT, LoRA, more", lora(16), compare=("vit_full",)),
     Variant("vit_full", "ViT, the whole model", several(vit, whole)),
 )
 QUESTIONS = tuple(

@@ -1,12 +1,16 @@
 """Every question can be asked of its base, and what it compares can be compared."""
 
 import copy
+from typing import Any
 
 import pytest
 import sweep
+import timm
 from models import build, flops, lasting, matched_vit, sizes_of
 from report import questions
 
+from tokenformer_vit.models import from_vit
+from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.training.config import load_config
 
 BASES = {"mae": "mae_cifar10_micro_finetune", "tuning": "tuning_imagenette"}
@@ -14,12 +18,13 @@ BASES |= {"lm_continue": "lm_newstest", "lm_languages": "lm_newstest"}
 QUESTIONS = questions()
 
 
-def configs_of(question):
+def configs_of(question, *options):
     base = "lm_micro" if question.metric == "perplexity" else "cifar10_micro_50k"
     words = ["--config", BASES.get(question.name, base), "--allow-dirty"]
     lengths = {"stages": "train_cfg.max_epochs=20", "lm_stages": "train_cfg.max_iters=4000"}
     if question.name in lengths:
-        words += ["--cfg-options", lengths[question.name]]
+        options = (lengths[question.name],)
+    words += ["--cfg-options", *options] if options else []
     return sweep.Sweep(*sweep.parse([question], words)).configs
 
 
@@ -34,21 +39,33 @@ def test_a_recipe_is_what_its_label_says(base):
 
 
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
-def test_every_variant_has_a_config_of_its_own(question, monkeypatch):
+def test_every_variant_has_a_config_of_its_own(question, tmp_path):
     if question.metric == "perplexity":
         pytest.importorskip("transformers")
-    if question.name == "tuning":  # there are no weights
-        monkeypatch.setattr("transfer.trained", lambda cfg: cfg["model"]["backbone"])
+    options = ()
+    if question.name == "tuning":
+        size = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 2, "num_heads": 3}
+        vit: Any = timm.create_model("vit_base_patch16_224", **size, mlp_ratio=6)
+        save_model(vit, tmp_path / "vit_seed0")
+        save_model(from_vit(vit), tmp_path / "large_seed0")
+        path = tmp_path / "large_seed0" / "model.safetensors"
+        options = (f"model.backbone.checkpoint_path={path}",)
     names = [variant.name for variant in question.variants]
     assert len({*names}) == len(names)
     for place, variant in enumerate(question.variants):
         assert {*variant.compare} <= {*names} - {variant.name}
         assert variant.start is None or variant.start in names[:place]
-    configs = configs_of(question)
+    configs = configs_of(question, *options)
     starts = {variant.name: variant.start for variant in question.variants}
     distinct = {str((starts[name], config)) for name, config in configs.items()}
     # Images: x3_shared_10 costs what x3_sunk_20 costs, and is the same training.
     assert len(configs) - len(distinct) == (question.name == "stages")
+    if question.name == "tuning":  # the parameters of both are those that are trained
+        ours, theirs = (
+            [sweep.count(configs[name])["parameters"] for name in names]
+            for names in (("tokens_large", "full"), ("lora_large", "vit_full"))
+        )
+        assert ours[0] - ours[1] == pytest.approx(theirs[0] - theirs[1], rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["cifar10_micro", "imagenet_base", "imagenet_tiny"])
