@@ -19,7 +19,7 @@ LEADS = {  # epochs, sweep, TokenFormer, ViT; the last one also by epoch
     ),
     "Muon": tuple(
         (epochs, f"recipes/{BASE}/train_cfg.max_epochs={epochs}", "tokenformer_muon", "vit_muon")
-        for epochs in (8, 20)
+        for epochs in (8, 20, 50)
     ),
 }
 STAGES = {  # {} is how many times as large as the small model
@@ -33,7 +33,7 @@ WAYS = ("sandwich", *(f"{way}_{size}" for way in ("alone", "vit") for size in (2
 
 def draw(found: Mapping[str, Sweep]) -> None:
     """Draw all charts."""
-    titles = "TokenFormer − ViT: top-1 in points", "the same, during trainings of 20 epochs"
+    titles = "TokenFormer − ViT: top-1 in points", "the same, during the longest trainings"
     with chart("lead", *titles) as (ends, within):
         for label, leads in LEADS.items():
             points = [

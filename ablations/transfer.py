@@ -78,8 +78,12 @@ def with_mae() -> Iterator[Variant]:
 
 
 def saved(backbone: Config, path: Path) -> Config:
-    """Return a backbone with the model of a file of weights, as config.json beside it describes."""
-    model = description_of(path)
+    """Return a backbone with the model of a file of weights, as config.json beside it describes.
+
+    Other arguments of the config's model, such as rates of drop path, are left out.
+    """
+    if not (model := description_of(path)):
+        raise InputError(f"{path} has no config.json beside it that describes its model")
     own = inspect.signature(TimmClassificationBackbone).parameters
     kept = {key: value for key, value in backbone.items() if key in own or key == "type"}
     new = {"model_name": model["architecture"], **model["model_args"], "checkpoint_path": str(path)}
@@ -94,8 +98,9 @@ def trained(cfg: Config) -> Config:
             f"there are no weights to tune ({path}): a command in --help makes them, or set "
             "--cfg-options model.backbone.checkpoint_path=..."
         )
-    cfg["model"]["backbone"] = saved(cfg["model"]["backbone"], path)
-    return cfg["model"]["backbone"]
+    backbone = cfg["model"]["backbone"] = saved(cfg["model"]["backbone"], path)
+    cfg["model"]["head"]["in_channels"] = backbone["embed_dim"]
+    return backbone
 
 
 def vit(cfg: Config, sizes: Sizes) -> None:
@@ -120,7 +125,7 @@ def appended(cfg: Config, sizes: Sizes, rank: int) -> None:
     trained(cfg)
     sizes = sizes_of(cfg)  # not the config's, if the weights are of another model
     width = sizes.embed_dim
-    hidden = round(other["model"]["backbone"]["mlp_ratio"] * width)
+    hidden = round(other["model"]["backbone"].get("mlp_ratio", 4) * width)
     new = round(rank * (8 * width + 2 * hidden) / (2 * width))
     share, total = new / sizes.pairs_of_block, sizes.pairs_of_block + new
     qkv, proj = (sizes.counts[key] + round(share * sizes.counts[key]) for key in PAIRS[:2])

@@ -81,7 +81,7 @@ def test_a_stem_of_convolutions_is_rebuilt_and_converted(tmp_path):
     assert [sum(p.numel() for p in each.parameters()) for each in (model, vit)] == [590618, 596250]
     images = torch.randn(3, 3, 32, 32)
     for number, each in enumerate((model, from_vit(vit))):
-        save_for_hf(each, tmp_path / str(number))
+        save_for_hf(each, tmp_path / str(number), safe_serialization=True)
         again = timm.create_model(f"local-dir:{tmp_path / str(number)}", pretrained=True).eval()
         assert torch.equal(again(images), each(images))
     torch.testing.assert_close(from_vit(vit)(images), vit(images), atol=2e-5, rtol=2e-5)

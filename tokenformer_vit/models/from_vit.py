@@ -22,7 +22,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.ops.theta import theta_weights
 
-from .vit import ConvStem, TokenFormerViT
+from .vit import ChannelsLast, ConvStem, TokenFormerViT
 
 Affine = tuple[Tensor, Tensor]  # weight (C_out, C_in) and bias (C_out,); (C,) and (C,) of a norm
 # GELUs of a channel near 1 times these factors add up to a constant, if it is at most 1/2 from 1.
@@ -33,7 +33,7 @@ _INNER = Block, layers.Attention, layers.Mlp, layers.LayerScale, nn.GELU, layers
 _NORM = r"norm|norm_pre|fc_norm|blocks.*\.(norm1|norm2|q_norm|k_norm)"
 _PARTS = {
     **dict.fromkeys((*_OUTER, *_INNER, layers.GELUTanh, nn.Dropout), ".*"),
-    **dict.fromkeys((ConvStem, nn.ReLU, nn.MaxPool2d), r"patch_embed.*"),
+    **dict.fromkeys((ConvStem, ChannelsLast, nn.ReLU, nn.MaxPool2d), r"patch_embed.*"),
     **dict.fromkeys((layers.PatchDropout, layers.DropPath), ".*"),  # idle in evaluation
     nn.Identity: r".*(drop|norm|head|ls|path)\w*",
     nn.Linear: r"head|head_dist|blocks.*\.(qkv|proj|fc1|fc2)",

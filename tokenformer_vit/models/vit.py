@@ -26,6 +26,14 @@ from . import checkpoints
 from .sizes import Size, nest_layers, nested_sizes, set_size
 
 
+class ChannelsLast(nn.Module):
+    """A memory format in which pooling is faster; convolutions pass it on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the same images, (N, C, H, W)."""
+        return x.contiguous(memory_format=torch.channels_last)
+
+
 class ConvStem(PatchEmbed):
     """Patch embedding by 3 × 3 convolutions, each with max-pooling of stride 2 and ReLU.
 
@@ -47,10 +55,9 @@ class ConvStem(PatchEmbed):
         layers: list[nn.Module] = []
         for width, wider in pairwise([patches.in_channels, *inner, patches.out_channels]):
             conv = nn.Conv2d(width, wider, 3, padding=1, bias=False, **place)
-            # ReLU, then pooling, is the same and has four times as many values.
+            # ReLU before pooling would give the same, at four times the work of ReLU.
             layers += [conv, nn.MaxPool2d(3, stride=2, padding=1), nn.ReLU()]
-        # Convolutions pass the memory format of their weights on; pooling is faster in this one.
-        self.proj: Any = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+        self.proj: Any = nn.Sequential(ChannelsLast(), *layers)
 
 
 class TokenFormerViT(VisionTransformer):
