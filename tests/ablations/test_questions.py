@@ -48,8 +48,7 @@ def test_every_variant_has_a_config_of_its_own(question, tmp_path):
         vit: Any = timm.create_model("vit_base_patch16_224", **size)
         save_model(vit, tmp_path / "vit_seed0")
         save_model(from_vit(vit), tmp_path / "large_seed0")
-        path = tmp_path / "large_seed0" / "model.safetensors"
-        options = (f"model.backbone.checkpoint_path={path}",)
+        options = (f"model.backbone.checkpoint_path={tmp_path}/large_seed0/model.safetensors",)
     names = [variant.name for variant in question.variants]
     assert len({*names}) == len(names)
     for place, variant in enumerate(question.variants):
@@ -61,11 +60,9 @@ def test_every_variant_has_a_config_of_its_own(question, tmp_path):
     # Images: x3_shared_10 costs what x3_sunk_20 costs, and is the same training.
     assert len(configs) - len(distinct) == (question.name == "stages")
     if question.name == "tuning":  # appended pairs and LoRA add as many parameters
-        ours, theirs = (
-            [sweep.count(configs[name])["parameters"] for name in names]
-            for names in (("tokens_large", "full"), ("lora_large", "vit_full"))
-        )
-        assert ours[0] - ours[1] == pytest.approx(theirs[0] - theirs[1], rel=0.01)
+        count = {name: sweep.count(configs[name])["parameters"] for name in configs}
+        new = count["lora_large"] - count["vit_full"]
+        assert count["tokens_large"] - count["full"] == pytest.approx(new, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["cifar10_micro", "imagenet_base", "imagenet_tiny"])
