@@ -528,7 +528,7 @@ def parse(
     add("--config", required=True, help="such as configs/cifar10_micro_50k.py")
     add("--lr", type=float, nargs="+", help="learning rates; of several, seed 0 finds the best")
     add("--lr-length", type=whole_number(1), help="epochs or iterations of these runs of seed 0")
-    add("--seeds", type=whole_number(1), default=1, metavar="N", help="runs of each variant")
+    add("--seeds", type=whole_number(0), default=1, metavar="N", help="runs of each; or only rates")
     add("--variants", nargs="+", metavar="NAME", help="default: all")
     add_run(parser)
     add("--amp", action="store_true", help="train under bfloat16 autocast")

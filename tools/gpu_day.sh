@@ -7,6 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 kit=$PWD/build/gpu python=${PYTHON:-.venv/bin/python} # of prepare
 batches=${BATCHES:-128 256} # images a step, split at spaces
+# EPOCHS, SEEDS and RUNS (a suffix of their folders) are those of the long trainings.
 if [[ ${1:-} == prepare ]]; then
     mkdir -p "$kit/imagenet"
     "$python" -m pip freeze | grep -E '^(mm(engine|cv-lite|pretrain)|addict|datasets|dill|importlib.metadata|lazy-importer|mat4py|model-?index|multiprocess|ordered-set|platformdirs|simplejpeg|termcolor|yapf|timm)==' >"$kit/wheels.txt"
@@ -30,9 +31,11 @@ step() { # NAME MINUTES COMMAND...: its output is in OUT/NAME.log
     echo "$1: done after $SECONDS s"
 }
 bench() { step "$1" "$2" -m tokenformer_vit benchmark --out "$out/$1.json" --precisions autocast "${@:3}"; }
-converge() { # OPTIMISER RATES...: TokenFormer and ViT; runs that results.csv has are not repeated
-    step "$1" 12 ablations/recipes.py recipes --config configs/cifar10_stem.py --data-root "$kit/images" --jobs 8 --seeds 5 \
-        --variants "tokenformer_$1" "vit_$1" --lr "${@:2}" --lr-length 12 --work-dir "$kit/runs/$1" --results "$out/results.csv"
+converge() { # OPTIMISER RATES...: TokenFormer and ViT, batch 256; finished runs are not repeated
+    step "$1" 10 ablations/recipes.py recipes --config configs/cifar10_stem.py --data-root "$kit/images" \
+        --jobs 10 --seeds "${SEEDS:-5}" --variants "tokenformer_$1" "vit_$1" --lr "${@:2}" --lr-length 16 \
+        --work-dir "$kit/runs/$1${RUNS:-}" --results "$out/results.csv" \
+        --cfg-options train_cfg.max_epochs="${EPOCHS:-40}" train_dataloader.batch_size=256
 }
 step tests 4 -m pytest -q -n 4 -m gpu --continue-on-collection-errors tests &
 step data 2 -m tokenformer_vit prepare-data "$kit/cifar10" "$kit/images" &
@@ -42,10 +45,10 @@ bench train 5 --modes train --batch-sizes $batches
 bench infer 3 --modes infer --batch-sizes $batches
 bench profile 1 --profile --backends auto
 [[ -e $out/results.csv ]] || cp ablations/{results.csv,curves.parquet} "$out"
-export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 # for 24 processes, which MPS lets compute at once
-nvidia-cuda-mps-control -d || true
-converge muon 0.0015 0.003 0.006 0.012 &
-converge cutmix 0.0015 0.003 0.006 0.012 &
+export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 # for 20 processes, which MPS lets compute at once
+nvidia-cuda-mps-control -d && timeout 60 python3 -c "import torch; print(torch.ones(1).cuda())" ||
+    echo quit | nvidia-cuda-mps-control || true
+converge muon 0.001 0.002 0.004 0.008 &
 converge adamw 0.001 0.002 0.004 0.008
 wait
 echo quit | nvidia-cuda-mps-control || true
