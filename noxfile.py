@@ -83,7 +83,7 @@ def wheel(session: nox.Session) -> None:
         ("train", "configs/digits_demo.py", "--cfg-options", "train_cfg.max_epochs=4"),
         ("test", "configs/digits_demo.py", weights),
         ("predict", "data/digits/val/7", "--checkpoint", weights),
-        ("predict", "data/digits/val/7", "--model", "tokenformer_cifar10_micro"),
+        ("predict", "data/digits/val/7", "--model", "tokenformer_cifar10_stem"),
         ("train", "data/digits", "--cfg-options", "train_cfg.max_epochs=4"),
     ):
         session.run("tokenformer-vit", *command)

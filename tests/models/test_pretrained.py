@@ -16,13 +16,23 @@ import tokenformer_vit
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.vision.prediction import class_names
 
-NAME = "tokenformer_cifar10_micro"
-FILE = Path(tokenformer_vit.__file__).parent / f"models/pretrained/{NAME}/model.safetensors"
-RECORD = Path(__file__).resolve().parents[2] / "configs/results/cifar10_micro_pretrained.json"
+FOLDER = Path(tokenformer_vit.__file__).parent / "models/pretrained"
+RECORDS = Path(__file__).resolve().parents[2] / "configs/results"
+# Name, record, parameters, first convolution, and shape of its features.
+MODELS = {
+    "tokenformer_cifar10_micro": ("cifar10_micro_pretrained", 611_242, "proj", (2, 96, 4, 4)),
+    "tokenformer_cifar10_stem": ("cifar10_stem_adamw", 590_618, "proj.1", (2, 128, 8, 8)),
+}
+each_model = pytest.mark.parametrize("name", MODELS)
 
 
-def create(**kwargs):
-    return timm.create_model(NAME, pretrained=True, **kwargs).eval()
+def create(name, **kwargs):
+    return timm.create_model(name, pretrained=True, **kwargs).eval()
+
+
+def accuracy(name):
+    record = json.loads((RECORDS / f"{MODELS[name][0]}.json").read_text())
+    return record["accuracy/top1"]
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +43,11 @@ def offline(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-def test_timm_and_the_exported_folder_give_the_same_model(images):
-    model, exported = create(), load_model(None, FILE.parent)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 611_242
-    stored = load_file(FILE)
+@each_model
+def test_timm_and_the_exported_folder_give_the_same_model(name, images):
+    model, exported = create(name), load_model(None, FOLDER / name)
+    assert sum(parameter.numel() for parameter in model.parameters()) == MODELS[name][1]
+    stored = load_file(FOLDER / name / "model.safetensors")
     assert all(torch.equal(stored[name], tensor) for name, tensor in model.state_dict().items())
     own, its = (resolve_input_data_config(each) for each in (model, exported))
     assert its == own
@@ -45,32 +56,35 @@ def test_timm_and_the_exported_folder_give_the_same_model(images):
     assert torch.equal(model(x), exported(x))
 
 
-def test_other_heads_channels_sizes_and_features(images):
-    model = create()
-    weights = model.patch_embed.proj.weight
-    other = create(num_classes=100, in_chans=1, img_size=64)
+@each_model
+def test_other_heads_channels_sizes_and_features(name, images):
+    model, (_, _, first, shape) = create(name), MODELS[name]
+    other = create(name, num_classes=100, in_chans=1, img_size=64)
     assert other(images(64, channels=1)).shape == (2, 100)
-    torch.testing.assert_close(other.patch_embed.proj.weight, weights.sum(1, keepdim=True))
+    weights, new = (each.patch_embed.get_submodule(first).weight for each in (model, other))
+    torch.testing.assert_close(new, weights.sum(1, keepdim=True))
     old, new = (dict(each.blocks.named_parameters()) for each in (model, other))
     assert all(torch.equal(old[name], new[name]) for name in old)
-    maps = create(features_only=True)(images(32))
-    assert [tuple(each.shape) for each in maps] == [(2, 96, 4, 4)] * 3
+    maps = create(name, features_only=True)(images(32))
+    assert [tuple(each.shape) for each in maps] == [shape] * 3
 
 
-def test_accuracy_on_test_images(shared_data):
+@each_model
+def test_accuracy_on_test_images(name, shared_data):
     parquet = pytest.importorskip("pyarrow.parquet")
     file = shared_data("cifar10/plain_text/test-00000-of-00001.parquet")
     rows = parquet.ParquetFile(file).read_row_group(0).slice(0, 500).to_pylist()
-    model = create()
+    model = create(name)
     transform = create_transform(**resolve_input_data_config(model))
     pictures = [transform(Image.open(io.BytesIO(row["image"]["bytes"]))) for row in rows]
     with torch.inference_mode():
         answers = model(torch.stack(pictures)).argmax(-1)
     right = (answers == torch.tensor([row["label"] for row in rows])).float().mean().item()
-    expected = json.loads(RECORD.read_text())["accuracy/top1"] / 100
-    assert right == pytest.approx(expected, abs=0.06)  # three standard errors of 500 images
+    # Three standard errors of 500 images.
+    assert right == pytest.approx(accuracy(name) / 100, abs=0.06)
 
 
-def test_the_card_has_the_record_s_accuracy():
-    card = (FILE.parent / "README.md").read_text(encoding="utf-8")
-    assert f"{json.loads(RECORD.read_text())['accuracy/top1']:.4g} %" in card
+@each_model
+def test_the_card_has_the_record_s_accuracy(name):
+    card = (FOLDER / name / "README.md").read_text(encoding="utf-8")
+    assert f"{accuracy(name):.4g} %" in card

@@ -11,6 +11,8 @@ _SMALL = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
 _BASE = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
 _LARGE = {"patch_size": 16, "embed_dim": 1024, "depth": 24, "num_heads": 16}
 _MICRO = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 3}
+_STEM = {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 4, "num_heads": 4}
+_STEM |= {"stem": "conv", "class_token": False, "global_pool": "avg"}
 _QKVO, _FFN = ("num_qkv_param_tokens", "num_proj_param_tokens"), "num_ffn_param_tokens"
 # The parts of ViT-5, arXiv:2602.08071. Its norms also have weights, and it also rotates registers.
 _VIT5 = {
@@ -33,11 +35,12 @@ _MODELS: dict[str, dict[str, Any]] = {
     "tokenformer_small_rope_reg4": {**_VIT5, **_SMALL},
     "tokenformer_base_rope_reg4": {**_VIT5, **_BASE},
     "tokenformer_large_rope_reg4": {**_VIT5, **_LARGE},
-    # Trained by configs/cifar10_micro_pretrained.py; its weights are in the package.
+    # Trained; their weights are in the package.
     "tokenformer_cifar10_micro": _MICRO,
+    "tokenformer_cifar10_stem": _STEM | dict.fromkeys(_QKVO, 64) | {_FFN: 256},
 }
+_PRETRAINED = Path(__file__).parent / "pretrained"
 _CIFAR10 = {
-    "file": str(Path(__file__).parent / "pretrained/tokenformer_cifar10_micro/model.safetensors"),
     "num_classes": 10,
     "label_names": (
         *("airplane", "automobile", "bird", "cat", "deer"),
@@ -52,15 +55,16 @@ _CIFAR10 = {
 
 def _cfg(name: str) -> dict[str, Any]:
     """Describe a model where it differs from timm's defaults, such as 224 of 256 pixels."""
+    own = _CIFAR10 | {"file": str(_PRETRAINED / name / "model.safetensors")}
     return {
         "fixed_input_size": True,
-        "first_conv": "patch_embed.proj",
+        "first_conv": "patch_embed.proj.1" if "stem" in _MODELS[name] else "patch_embed.proj",
         "classifier": ("head", "head_dist") if name.endswith("_distilled") else "head",
         "crop_pct": 1.0 if name.endswith("_rope_reg4") else 224 / 256,
         "license": "apache-2.0",
         "paper_ids": "arXiv:2410.23168",
         "paper_name": "TokenFormer: Rethinking Transformer Scaling with Tokenized Model Parameters",
-        **(_CIFAR10 if name == "tokenformer_cifar10_micro" else {}),
+        **(own if "cifar10" in name else {}),
     }
 
 
