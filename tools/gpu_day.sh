@@ -35,7 +35,7 @@ converge() { # OPTIMISER RATES...: TokenFormer and ViT, batch 256; finished runs
     step "$1" 10 ablations/recipes.py recipes --config configs/cifar10_stem.py --data-root "$kit/images" \
         --jobs 10 --seeds "${SEEDS:-5}" --variants "tokenformer_$1" "vit_$1" --lr "${@:2}" --lr-length 16 \
         --work-dir "$kit/runs/$1${RUNS:-}" --results "$out/results.csv" \
-        --cfg-options train_cfg.max_epochs="${EPOCHS:-40}" train_dataloader.batch_size=256
+        --cfg-options train_cfg.max_epochs="${EPOCHS:-60}" train_dataloader.batch_size=256
 }
 step tests 4 -m pytest -q -n 4 -m gpu --continue-on-collection-errors tests &
 step data 2 -m tokenformer_vit prepare-data "$kit/cifar10" "$kit/images" &
@@ -45,12 +45,11 @@ bench train 5 --modes train --batch-sizes $batches
 bench infer 3 --modes infer --batch-sizes $batches
 bench profile 1 --profile --backends auto
 [[ -e $out/results.csv ]] || cp ablations/{results.csv,curves.parquet} "$out"
-export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 # for 20 processes, which MPS lets compute at once
+export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 # ten processes keep 16 cores busy; MPS lets all compute
 nvidia-cuda-mps-control -d && timeout 60 python3 -c "import torch; print(torch.ones(1).cuda())" ||
     echo quit | nvidia-cuda-mps-control || true
-converge muon 0.001 0.002 0.004 0.008 &
-converge adamw 0.001 0.002 0.004 0.008
-wait
+converge muon 0.001 0.002 0.004 0.008 # one after the other: at once, Muon's 60 epochs took over 500 s
+converge adamw 0.001 0.002 0.004
 echo quit | nvidia-cuda-mps-control || true
 unset OMP_NUM_THREADS
 bench infer_base 2 --model tokenformer_base --modes infer
