@@ -10,6 +10,11 @@ from report import Sweep, by_size
 from results import CURVES, FOLDER, RUN, Noise, difference, noise
 
 BASE = "cifar10_micro_50k"
+STEM = "recipes/cifar10_stem/train_cfg.max_epochs=60/train_dataloader.batch_size=256"
+TUNED = (
+    "tuning/tuning_imagenette/"
+    "model.backbone.checkpoint_path=work_dirs/converted/large_seed0/model.safetensors"
+)
 LEADS = {  # epochs, sweep, TokenFormer, ViT; the last one also by epoch
     "AdamW": (
         (2, f"budget/{BASE}", "ours_one_quarter", "vit_one_quarter"),
@@ -21,6 +26,12 @@ LEADS = {  # epochs, sweep, TokenFormer, ViT; the last one also by epoch
         (epochs, f"recipes/{BASE}/train_cfg.max_epochs={epochs}", "tokenformer_muon", "vit_muon")
         for epochs in (8, 20, 50)
     ),
+    "AdamW, 64 tokens": ((60, STEM, "tokenformer_adamw", "vit_adamw"),),
+}
+UNITS = {"flops": "training FLOPs", "seconds": "seconds, beside 19 other trainings on one H100"}
+TUNINGS = {  # from few trained parameters to all
+    "TokenFormer: head; appended pairs; all": ("probe", "tokens_small", "tokens_large", "full"),
+    "ViT: head; LoRA; all": ("vit_probe", "lora_small", "lora_large", "vit_full"),
 }
 STAGES = {  # {} is how many times as large as the small model
     "large, from scratch": ("x{}_sunk_20", "x{}_shared_20", "x{}_counted_20", "x{}"),
@@ -42,11 +53,19 @@ def draw(found: Mapping[str, Sweep]) -> None:
             ]
             ends.errorbar(*zip(*points, strict=True), marker="o", capsize=2, label=label)
             _, key, ours, vit = leads[-1]
-            means = by_epoch(found[key])
+            curves = curves_of(found[key])
+            means = curves.pivot_table("value", curves["share"] * curves["epochs"], "variant")
             within.plot((means[ours] - means[vit]).dropna(), marker=".", label=label)
         for axes in (ends, within):
             axes.axhline(0, color="0.5")
             axes.set(xlabel="epochs")
+    with chart("stem", "64 tokens, AdamW: top-1 (%)", "the same over time") as panels:
+        for axes, (unit, label) in zip(panels, UNITS.items(), strict=True):
+            for name, own in curves_of(found[STEM]).groupby("variant"):
+                mean, width = with_interval(own.groupby(own["share"] * own[unit].mean())["value"])
+                axes.plot(mean, label=found[STEM].variants[name].label)
+                axes.fill_between(mean.index, mean - width, mean + width, alpha=0.3)
+            axes.set(xlabel=label, ylim=(70, None))
     with chart("theta", "Θ: top-1 (%)", "LayerNorm: top-1 (%)") as panels:
         for axes, name in zip(panels, ("softmax", "layernorm"), strict=True):
             sweep = found[f"{name}/{BASE}"]
@@ -75,19 +94,33 @@ def draw(found: Mapping[str, Sweep]) -> None:
         kept, count = pairs["name"].str.split("/", expand=True).astype(int).to_numpy().T
         pairs["share"] = kept / count
         for _, own in pairs.groupby(["model", "variant"], sort=False):
-            label, seeds = own["variant"].iloc[0], own.groupby("share")["value"]
-            width = seeds.agg(lambda own: Noise(own.std(), len(own) - 1).half_width(len(own)))
-            axes.errorbar(width.index, seeds.mean(), width, marker="o", capsize=2, label=label)
+            mean, width = with_interval(own.groupby("share")["value"])
+            label = own["variant"].iloc[0]
+            axes.errorbar(mean.index, mean, width, marker="o", capsize=2, label=label)
         axes.set_xscale("log", base=2)
         axes.set(xlabel="share of the pairs kept in q, k and v")
+    with chart("tuning", "a converted ViT, tuned on other images: top-1 (%)") as (axes,):
+        sweep = found[TUNED]
+        runs, width = sweep.best.groupby("variant").first(), noise(sweep.best, "top1")
+        trained = runs["trainable"].fillna(runs["parameters"])
+        for label, names in TUNINGS.items():
+            own, means = [*names], sweep.means["top1"]
+            bars = width.half_width(sweep.n)
+            axes.errorbar(trained[own], means[own], bars, marker="o", capsize=2, label=label)
+        axes.set(xscale="log", xlabel="trained parameters")
 
 
-def by_epoch(sweep: Sweep) -> Any:
-    """Return the mean top-1 of each variant by epoch, at the runs' validations."""
-    runs = sweep.best[[*RUN, "epochs", "iterations"]]
+def curves_of(sweep: Sweep) -> Any:
+    """Return top-1 at the runs' validations, each at a share of its training."""
+    runs = sweep.best[[*RUN, "epochs", "iterations", *UNITS]]
     curves = pd.read_parquet(CURVES).query("kind == 'top1'").merge(runs, on=RUN)
-    curves["epoch"] = curves["x"] * curves["epochs"] / curves["iterations"]
-    return curves.pivot_table("value", "epoch", "variant")
+    return curves.assign(share=curves["x"] / curves["iterations"])
+
+
+def with_interval(groups: Any) -> tuple[Any, Any]:
+    """Return means, and half of the interval that each mean's own runs give."""
+    width = groups.agg(lambda own: Noise(own.std(), len(own) - 1).half_width(len(own)))
+    return groups.mean(), width
 
 
 @contextmanager

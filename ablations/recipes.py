@@ -23,12 +23,6 @@ def optimizer(cfg: Config, sizes: Sizes, name: str) -> None:
     cfg["optim_wrapper"]["optimizer"]["type"] = name
 
 
-def cutmix(cfg: Config, sizes: Sizes) -> None:
-    """Use Muon, and mix half of the batches (arXiv:1905.04899)."""
-    optimizer("timm.optim.Muon")(cfg, sizes)
-    cfg["model"]["train_cfg"] = {"augments": {"type": "CutMix", "alpha": 1.0}, "probs": [0.5]}
-
-
 def deit3(cfg: Config, sizes: Sizes) -> None:
     """Use the recipe of DeiT III."""
     lamb = {"type": "timm.optim.Lamb", "betas": (0.9, 0.999), "weight_decay": 0.05}
@@ -66,12 +60,11 @@ def by_recipe() -> Iterator[Variant]:
     recipes = (
         ("adamw", "AdamW", optimizer("AdamW")),
         ("muon", "Muon", optimizer("timm.optim.Muon")),
-        ("cutmix", "Muon and CutMix", cutmix),
         ("deit3", "DeiT III", deit3),
     )
     models = (("tokenformer", "TokenFormer", base_model), ("vit", "ViT, matched", matched_vit))
     for (kind, label, model), (recipe, text, change) in product(models, recipes):
-        others = (f"vit_{recipe}", f"{kind}_muon" if recipe == "cutmix" else f"{kind}_adamw")
+        others = (f"vit_{recipe}", f"{kind}_adamw")
         name = f"{kind}_{recipe}"
         compare = tuple(other for other in others if other != name)
         yield Variant(name, f"{label}, {text}", several(model, change), compare=compare)

@@ -1,4 +1,4 @@
-"""Models that start from others: from masked autoencoders, or from a training on other images."""
+"""Models that start from others: masked autoencoders, trained on other images, or converted."""
 
 import copy
 import inspect
@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from growth import at_start
 from models import (
     PAIRS,
     Config,
@@ -14,10 +15,12 @@ from models import (
     arguments,
     base_model,
     factory,
+    hook,
     matched_vit,
     several,
     sizes_of,
 )
+from nested import SMALLER, nested
 from sweep import Question, Variant, main
 
 from tokenformer_vit.errors import InputError
@@ -35,6 +38,12 @@ LoRA on every linear layer of the ViT has as many parameters as appended pairs. 
 TokenFormer `large_seedN` and beside it a ViT `vit_seedN`: both trained on CIFAR-10, by
 `python ablations/growth.py growth --config configs/cifar10_micro.py --variants large vit`, or one
 made from the other by `tokenformer-vit convert`."""
+CONVERTED = """Does a converted ViT grow better than the ViT, to twice its feed-forward pairs?
+
+The models are those of `tuning`, on the images that they know. The ViT grows by Net2Net."""
+CUTTING = """Can a converted ViT be cut to fewer pairs, with and without training at all sizes?
+
+It is trained on; then *nested* trains it for as many epochs, with the most used pairs first."""
 
 TIMES = 5  # epochs of pre-training, and of fine-tuning with few labels, in those of the config
 
@@ -148,6 +157,21 @@ def lora(cfg: Config, sizes: Sizes, rank: int) -> None:
     cfg["model"]["backbone"] = {"type": "LoRABackbone", **own}
 
 
+def grown(cfg: Config, sizes: Sizes) -> None:
+    """Double the feed-forward pairs at the start."""
+    trained(cfg)
+    counts = {**sizes_of(cfg).counts}
+    at_start(lambda _: counts | {PAIRS[2]: 2 * counts[PAIRS[2]]})(cfg, sizes)
+
+
+def widened(cfg: Config, sizes: Sizes) -> None:
+    """Double the hidden neurons of the ViT at the start."""
+    vit(cfg, sizes)
+    backbone = cfg["model"]["backbone"]
+    hidden = round(backbone.get("mlp_ratio", 4) * backbone["embed_dim"])
+    at_start(lambda _: {"hidden_features": 2 * hidden})(cfg, sizes)
+
+
 def whole(cfg: Config, sizes: Sizes) -> None:
     """Train with a learning rate for a whole model; the config's is for few parameters."""
     cfg["optim_wrapper"]["optimizer"]["lr"] = 1e-3
@@ -165,11 +189,24 @@ TUNED = (
     Variant("lora_large", "ViT, LoRA, more", lora(16), compare=("vit_full",)),
     Variant("vit_full", "ViT, the whole model", several(vit, whole)),
 )
+ON = (
+    Variant("grown", "grown", grown, compare=("same", "vit_net2net")),
+    Variant("same", "trained on", tuned(), compare=("vit_same",)),
+    Variant("vit_net2net", "ViT, Net2Net", widened, compare=("vit_same",)),
+    Variant("vit_same", "ViT, trained on", vit),
+)
+CUT = (
+    Variant("same", "trained on", several(tuned(), hook("CompressionHook", keep=SMALLER))),
+    Variant("nested", "nested", nested(checkpoint_path=""), "same", start_folder="nested"),
+    Variant("vit_same", "ViT, trained on", vit),
+)
 QUESTIONS = tuple(
     Question(name, title, text, tuple(variants), same_size=False, from_scratch=False)
     for name, title, text, variants in (
         ("mae", "Masked autoencoders", MAE, with_mae()),
         ("tuning", "Tuning", TUNING, TUNED),
+        ("converted", "Converted ViTs, trained on", CONVERTED, ON),
+        ("converted_sizes", "Converted ViTs, at smaller sizes", CUTTING, CUT),
     )
 )
 
