@@ -1,7 +1,8 @@
 """One training for every size? Nested pairs, against models trained alone, pruned and grown.
 
 *Nested* trains the first pairs of every layer as smaller models, by the *sandwich* rule
-(arXiv:1903.05134). A size of S pairs has τ = √S, or √P if *kept*. *Grown* and *frozen* are the
+(arXiv:1903.05134); with *Scala's distillation* (arXiv:2412.04786) a smaller size also learns what
+a larger one predicts. A size of S pairs has τ = √S, or √P if *kept*. *Grown* and *frozen* are the
 quarter, grown step by step by whole trainings, and with the old pairs frozen. *Pruned* and *top-k*
 take the model with all pairs, and *reordered* trains it nested for an eighth of the epochs.
 """
@@ -25,6 +26,12 @@ def nested(cfg: Config, sizes: Sizes, **new: Any) -> None:
     """Train a nested model at all of its sizes."""
     cfg["model"]["type"] = "NestedClassifier"
     cfg["model"]["backbone"] |= {"nested": SMALLER, **new}
+
+
+def scala(cfg: Config, sizes: Sizes) -> None:
+    """Train a nested model by labels and predictions."""
+    nested()(cfg, sizes)
+    cfg["model"]["distill"] = True
 
 
 def short_warmup(cfg: Config, sizes: Sizes) -> None:
@@ -72,6 +79,7 @@ WHOLE = "alone_100"
 SHORT = several(nested(), lasting(1 / 8), short_warmup)
 TRAINED = {
     "sandwich": ("nested, sandwich", nested()),
+    "scala": ("nested, Scala's distillation", scala),
     "distill": ("nested, sandwich, distillation", None),
     "kept": ("nested, sandwich, τ kept", nested(nested_tau="kept")),
     "parts": ("nested, parts", None),
