@@ -16,6 +16,7 @@ from models import (
     base_model,
     factory,
     hook,
+    lasting,
     matched_vit,
     several,
     sizes_of,
@@ -44,6 +45,9 @@ The models are those of `tuning`, on the images that they know. The ViT grows by
 CUTTING = """Can a converted ViT be cut to fewer pairs, with and without training at all sizes?
 
 It is trained on; then *nested* trains it for as many epochs, with the most used pairs first."""
+DISTILLED = """Does a trained ViT teach a TokenFormer of its size, from scratch, more than its cost?
+
+The ViT is that of `tuning`. Labels alone train for a third more epochs: what the ViT computes."""
 
 TIMES = 5  # epochs of pre-training, and of fine-tuning with few labels, in those of the config
 
@@ -172,6 +176,16 @@ def widened(cfg: Config, sizes: Sizes) -> None:
     at_start(lambda _: {"hidden_features": 2 * hidden})(cfg, sizes)
 
 
+def distilled(cfg: Config, sizes: Sizes) -> None:
+    """Train the config's own model by labels and by what the ViT beside the weights predicts."""
+    other = copy.deepcopy(cfg)
+    vit(other, sizes)
+    teacher = Path(other["model"]["backbone"]["checkpoint_path"]).parent
+    how = {"teacher": str(teacher), "labels": "soft"}
+    cfg["model"] |= {"type": "DistilledClassifier", "distillation": how}
+    cfg["model"]["backbone"]["checkpoint_path"] = ""
+
+
 def whole(cfg: Config, sizes: Sizes) -> None:
     """Train with a learning rate for a whole model; the config's is for few parameters."""
     cfg["optim_wrapper"]["optimizer"]["lr"] = 1e-3
@@ -200,12 +214,17 @@ CUT = (
     Variant("nested", "nested", nested(checkpoint_path=""), "same", start_folder="nested"),
     Variant("vit_same", "ViT, trained on", vit),
 )
+TAUGHT = (
+    Variant("distilled", "labels and ViT", distilled, compare=("labels",)),
+    Variant("labels", "labels", several(arguments(checkpoint_path=""), lasting(4 / 3))),
+)
 QUESTIONS = tuple(
     Question(name, title, text, tuple(variants), same_size=False, from_scratch=False)
     for name, title, text, variants in (
         ("mae", "Masked autoencoders", MAE, with_mae()),
         ("tuning", "Tuning", TUNING, TUNED),
         ("converted", "Converted ViTs, trained on", CONVERTED, ON),
+        ("distilled", "A ViT as teacher", DISTILLED, TAUGHT),
         ("converted_sizes", "Converted ViTs, at smaller sizes", CUTTING, CUT),
     )
 )

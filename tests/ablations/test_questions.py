@@ -42,7 +42,7 @@ def test_every_variant_has_a_config_of_its_own(question, tmp_path):
     if question.metric == "perplexity":
         pytest.importorskip("transformers")
     options = ()
-    if question.name.startswith(("tuning", "converted")):
+    if question.name.startswith(("tuning", "converted", "distilled")):
         size = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
         vit: Any = timm.create_model("vit_base_patch16_224", **size)
         save_model(vit, tmp_path / "vit_seed0")
