@@ -28,7 +28,7 @@ LEADS = {  # epochs, sweep, TokenFormer, ViT; the last one also by epoch
     ),
     "AdamW, 64 tokens": ((60, STEM, "tokenformer_adamw", "vit_adamw"),),
 }
-UNITS = {"flops": "training FLOPs", "seconds": "seconds, beside 19 other trainings on one H100"}
+UNITS = {"flops": "training FLOPs", "seconds": "seconds, of 20 trainings at once on one H100"}
 TUNINGS = {  # from few trained parameters to all
     "TokenFormer: head; appended pairs; all": ("probe", "tokens_small", "tokens_large", "full"),
     "ViT: head; LoRA; all": ("vit_probe", "lora_small", "lora_large", "vit_full"),
@@ -104,9 +104,9 @@ def draw(found: Mapping[str, Sweep]) -> None:
         runs, width = sweep.best.groupby("variant").first(), noise(sweep.best, "top1")
         trained = runs["trainable"].fillna(runs["parameters"])
         for label, names in TUNINGS.items():
-            own, means = [*names], sweep.means["top1"]
-            bars = width.half_width(sweep.n)
-            axes.errorbar(trained[own], means[own], bars, marker="o", capsize=2, label=label)
+            own, bars = [*names], width.half_width(sweep.n)
+            means = sweep.means.loc[own, "top1"]
+            axes.errorbar(trained[own], means, bars, marker="o", capsize=2, label=label)
         axes.set(xscale="log", xlabel="trained parameters")
 
 

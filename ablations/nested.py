@@ -2,9 +2,10 @@
 
 *Nested* trains the first pairs of every layer as smaller models, by the *sandwich* rule
 (arXiv:1903.05134); with *Scala's distillation* (arXiv:2412.04786) a smaller size also learns what
-a larger one predicts. A size of S pairs has τ = √S, or √P if *kept*. *Grown* and *frozen* are the
-quarter, grown step by step by whole trainings, and with the old pairs frozen. *Pruned* and *top-k*
-take the model with all pairs, and *reordered* trains it nested for an eighth of the epochs.
+a larger one predicts, after a tenth of the training for the whole model alone. A size of S pairs
+has τ = √S, or √P if *kept*. *Grown* and *frozen* are the quarter, grown step by step by whole
+trainings, and with the old pairs frozen. *Pruned* and *top-k* take the model with all pairs, and
+*reordered* trains it nested for an eighth of the epochs.
 """
 
 from collections.abc import Iterator

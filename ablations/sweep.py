@@ -260,7 +260,7 @@ class Sweep:
                 vit["checkpoint_path"] = str(weights / "model.safetensors")
             else:
                 cfg["load_from"] = str(weights / "model.safetensors")
-        elif path := vit.get("checkpoint_path"):
+        elif path := vit.get("checkpoint_path") or teacher_of(model):
             begins_with = f"sha256:{hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
         if vit and not vit.get("checkpoint_path"):
             # Weights outside the blocks start alike in all variants.
@@ -407,10 +407,18 @@ class Sweep:
         return row
 
 
+def teacher_of(model: Config) -> str:
+    """Return the weights of the model in a folder that teaches another."""
+    folder = model.get("distillation", {}).get("teacher")
+    return f"{folder}/model.safetensors" if folder else ""
+
+
 def take_model(cfg: Config, before: Config) -> None:
     """Use the model of an earlier variant, as it is after a growth at its start."""
     if not is_language(cfg):
         cfg["model"]["backbone"] = copy.deepcopy(before["model"]["backbone"])
+        if width := before["model"]["head"].get("in_channels"):
+            cfg["model"]["head"]["in_channels"] = width
         return
     model = copy.deepcopy(before["model"])
     growth = model.pop("growth", None) or {}
@@ -540,8 +548,8 @@ def parse(
     add("--results", type=Path, help="default: ablations/results.csv, or one in --work-dir")
     args = parser.parse_args(words)
     args.lr = sorted({*args.lr}) if args.lr else None
-    if args.lr_length and len(args.lr or ()) < 2:
-        parser.error("--lr-length needs several rates: give --lr 0.001 0.002 0.004")
+    if (args.lr_length or not args.seeds) and len(args.lr or ()) < 2:
+        parser.error("--lr-length and --seeds 0 need several rates, as in --lr 0.001 0.002 0.004")
     args.config = find_config(args.config)
     args.work_dir = args.work_dir or Path("work_dirs/ablations", args.question, args.config.stem)
     ours = args.config.resolve().is_relative_to(ROOT / "configs")

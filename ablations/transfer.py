@@ -15,6 +15,7 @@ from models import (
     arguments,
     base_model,
     factory,
+    flops,
     hook,
     lasting,
     matched_vit,
@@ -39,15 +40,18 @@ LoRA on every linear layer of the ViT has as many parameters as appended pairs. 
 TokenFormer `large_seedN` and beside it a ViT `vit_seedN`: both trained on CIFAR-10, by
 `python ablations/growth.py growth --config configs/cifar10_micro.py --variants large vit`, or one
 made from the other by `tokenformer-vit convert`."""
-CONVERTED = """Does a converted ViT grow better than the ViT, to twice its feed-forward pairs?
+CONVERTED = """Does a converted ViT grow better than the ViT, with as many pairs as hidden neurons?
 
-The models are those of `tuning`, on the images that they know. The ViT grows by Net2Net."""
+The models of `tuning`, with their heads, are trained on on the images that they know, for as many
+epochs each. The new neurons (Net2Net) and pairs are as many as the ViT has neurons."""
 CUTTING = """Can a converted ViT be cut to fewer pairs, with and without training at all sizes?
 
-It is trained on; then *nested* trains it for as many epochs, with the most used pairs first."""
+It is trained on; then *nested* trains it for as many epochs, with the most used pairs first. The
+others are trained on for as long as both."""
 DISTILLED = """Does a trained ViT teach a TokenFormer of its size, from scratch, more than its cost?
 
-The ViT is that of `tuning`. Labels alone train for a third more epochs: what the ViT computes."""
+The ViT is that of `tuning`. Labels alone train for as many more epochs as its predictions cost,
+which the FLOPs of the table leave out."""
 
 TIMES = 5  # epochs of pre-training, and of fine-tuning with few labels, in those of the config
 
@@ -133,12 +137,10 @@ def appended(cfg: Config, sizes: Sizes, rank: int) -> None:
     LoRA has ``rank * (C_in + C_out)`` for each of the four linear layers of a block of the ViT (C
     to 3C, C to C, C to hidden and back). A pair has 2C.
     """
-    other = copy.deepcopy(cfg)
-    vit(other, sizes)
+    hidden = hidden_of(cfg, sizes)
     trained(cfg)
     sizes = sizes_of(cfg)  # not the config's, if the weights are of another model
     width = sizes.embed_dim
-    hidden = round(other["model"]["backbone"].get("mlp_ratio", 4) * width)
     new = round(rank * (8 * width + 2 * hidden) / (2 * width))
     share, total = new / sizes.pairs_of_block, sizes.pairs_of_block + new
     qkv, proj = (sizes.counts[key] + round(share * sizes.counts[key]) for key in PAIRS[:2])
@@ -161,29 +163,49 @@ def lora(cfg: Config, sizes: Sizes, rank: int) -> None:
     cfg["model"]["backbone"] = {"type": "LoRABackbone", **own}
 
 
+def known(cfg: Config, sizes: Sizes) -> None:
+    """Keep the trained head as well."""
+    cfg["load_from"] = cfg["model"]["backbone"]["checkpoint_path"]
+
+
+def hidden_of(cfg: Config, sizes: Sizes) -> int:
+    """Return the hidden neurons of the ViT beside the weights."""
+    cfg = copy.deepcopy(cfg)
+    vit(cfg, sizes)
+    backbone = cfg["model"]["backbone"]
+    return round(backbone.get("mlp_ratio", 4) * backbone["embed_dim"])
+
+
 def grown(cfg: Config, sizes: Sizes) -> None:
-    """Double the feed-forward pairs at the start."""
-    trained(cfg)
+    """Append as many feed-forward pairs at the start as the ViT has hidden neurons."""
+    new = hidden_of(cfg, sizes)
+    tuned()(cfg, sizes)
     counts = {**sizes_of(cfg).counts}
-    at_start(lambda _: counts | {PAIRS[2]: 2 * counts[PAIRS[2]]})(cfg, sizes)
+    at_start(lambda _: counts | {PAIRS[2]: counts[PAIRS[2]] + new})(cfg, sizes)
 
 
 def widened(cfg: Config, sizes: Sizes) -> None:
     """Double the hidden neurons of the ViT at the start."""
+    hidden = hidden_of(cfg, sizes)
     vit(cfg, sizes)
-    backbone = cfg["model"]["backbone"]
-    hidden = round(backbone.get("mlp_ratio", 4) * backbone["embed_dim"])
     at_start(lambda _: {"hidden_features": 2 * hidden})(cfg, sizes)
 
 
-def distilled(cfg: Config, sizes: Sizes) -> None:
-    """Train the config's own model by labels and by what the ViT beside the weights predicts."""
+@factory
+def own_model(cfg: Config, sizes: Sizes, distilled: bool) -> None:
+    """Train the config's own model by labels and by what the ViT beside the weights predicts.
+
+    Or by labels alone, longer: a forward pass of the ViT costs a third of a training step of it.
+    """
     other = copy.deepcopy(cfg)
     vit(other, sizes)
-    teacher = Path(other["model"]["backbone"]["checkpoint_path"]).parent
-    how = {"teacher": str(teacher), "labels": "soft"}
-    cfg["model"] |= {"type": "DistilledClassifier", "distillation": how}
     cfg["model"]["backbone"]["checkpoint_path"] = ""
+    if distilled:
+        teacher = Path(other["model"]["backbone"]["checkpoint_path"]).parent
+        how = {"teacher": str(teacher), "labels": "soft"}
+        cfg["model"] |= {"type": "DistilledClassifier", "distillation": how}
+    else:
+        lasting(1 + flops(other) / 3 / flops(cfg))(cfg, sizes)
 
 
 def whole(cfg: Config, sizes: Sizes) -> None:
@@ -204,19 +226,21 @@ TUNED = (
     Variant("vit_full", "ViT, the whole model", several(vit, whole)),
 )
 ON = (
-    Variant("grown", "grown", grown, compare=("same", "vit_net2net")),
-    Variant("same", "trained on", tuned(), compare=("vit_same",)),
-    Variant("vit_net2net", "ViT, Net2Net", widened, compare=("vit_same",)),
-    Variant("vit_same", "ViT, trained on", vit),
+    Variant("grown", "grown", several(grown, known), compare=("same", "vit_net2net")),
+    Variant("same", "trained on", several(tuned(), known), compare=("vit_same",)),
+    Variant("vit_net2net", "ViT, Net2Net", several(widened, known), compare=("vit_same",)),
+    Variant("vit_same", "ViT, trained on", several(vit, known)),
 )
+CUT_ON = several(tuned(), known, hook("CompressionHook", keep=SMALLER))
 CUT = (
-    Variant("same", "trained on", several(tuned(), hook("CompressionHook", keep=SMALLER))),
-    Variant("nested", "nested", nested(checkpoint_path=""), "same", start_folder="nested"),
-    Variant("vit_same", "ViT, trained on", vit),
+    Variant("longer", "trained on", several(CUT_ON, lasting(2))),
+    Variant("same", "trained on, half as long", CUT_ON),
+    Variant("nested", "then nested", nested(checkpoint_path=""), "same", start_folder="nested"),
+    Variant("vit_longer", "ViT, trained on", several(vit, known, lasting(2))),
 )
 TAUGHT = (
-    Variant("distilled", "labels and ViT", distilled, compare=("labels",)),
-    Variant("labels", "labels", several(arguments(checkpoint_path=""), lasting(4 / 3))),
+    Variant("distilled", "labels and ViT", own_model(distilled=True), compare=("labels",)),
+    Variant("labels", "labels, longer", own_model(distilled=False)),
 )
 QUESTIONS = tuple(
     Question(name, title, text, tuple(variants), same_size=False, from_scratch=False)

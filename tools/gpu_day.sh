@@ -47,7 +47,7 @@ bench profile 1 --profile --backends auto
 [[ -e $out/results.csv ]] || cp ablations/{results.csv,curves.parquet} "$out"
 export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 # ten processes keep 16 cores busy; MPS lets all compute
 nvidia-cuda-mps-control -d && timeout 60 python3 -c "import torch; print(torch.ones(1).cuda())" ||
-    echo quit | nvidia-cuda-mps-control || true
+    { echo "no MPS: the trainings take turns" && echo quit | nvidia-cuda-mps-control || true; }
 converge muon 0.001 0.002 0.004 0.008 # one after the other: at once, Muon's 60 epochs took over 500 s
 converge adamw 0.001 0.002 0.004
 echo quit | nvidia-cuda-mps-control || true

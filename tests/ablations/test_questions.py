@@ -54,6 +54,8 @@ def test_every_variant_has_a_config_of_its_own(question, tmp_path):
         assert {*variant.compare} <= {*names} - {variant.name}
         assert variant.start is None or variant.start in names[:place]
     configs = configs_of(question, *options)
+    if question.name.startswith("converted"):
+        assert {cfg["model"]["head"]["in_channels"] for cfg in configs.values()} == {48}
     starts = {variant.name: variant.start for variant in question.variants}
     distinct = {str((starts[name], config)) for name, config in configs.items()}
     # Images: x3_shared_10 costs what x3_sunk_20 costs, and is the same training.

@@ -80,7 +80,7 @@ def test_accuracy_on_test_images(name, shared_data):
     with torch.inference_mode():
         answers = model(torch.stack(pictures)).argmax(-1)
     right = (answers == torch.tensor([row["label"] for row in rows])).float().mean().item()
-    # Three standard errors of 500 images.
+    # About three standard errors of 500 images.
     assert right == pytest.approx(accuracy(name) / 100, abs=0.06)
 
 
