@@ -197,16 +197,10 @@ def fewer_pairs(cfg: Config, sizes: Sizes, share: float) -> None:
 
 
 @factory
-def pairs_by_width(cfg: Config, sizes: Sizes, attention: float, ffn: float | None = None) -> None:
-    """Set the pairs of each of q, k, v and o, and of feed-forward, as multiples of the width.
-
-    Without ``ffn``, feed-forward has what is left, for as many parameters and FLOPs as the base.
-    """
-    each = round(attention * sizes.embed_dim)
-    left = sizes.pairs_of_block - 4 * each if ffn is None else round(ffn * sizes.embed_dim)
-    if left < 1:
-        raise InputError(f"{attention:g} C each are all pairs: leave this out of --variants")
-    arguments(**dict(zip(PAIRS, (each, each, left), strict=True)))(cfg, sizes)
+def pairs_by_width(cfg: Config, sizes: Sizes, attention: float, ffn: float) -> None:
+    """Set the pairs of each of q, k, v and o, and of feed-forward, as multiples of the width."""
+    new = (round(times * sizes.embed_dim) for times in (attention, attention, ffn))
+    arguments(**dict(zip(PAIRS, new, strict=True)))(cfg, sizes)
 
 
 def matched_vit(cfg: Config, sizes: Sizes) -> None:

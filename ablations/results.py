@@ -62,6 +62,19 @@ def append(row: Mapping[str, Any], curves: pd.DataFrame, results: Path = RESULTS
         write_whole(results, rows.to_csv(index=False).encode())
 
 
+def repeat(run: Mapping[str, Any], config: str, path: Path) -> None:
+    """Add a row that there is for the same training under other options, such as its length.
+
+    A run that chooses a rate for a long training may be the same as one for a longer training.
+    """
+    others = [key for key in RUN if key != "options"]
+    same = find(read(path), {**run, "config": config}, [*others, "config"])
+    if not same.empty:
+        row = pd.read_csv(path, dtype=str, keep_default_na=False).loc[same.index[0]]
+        curves = find(pd.read_parquet(path.with_name(CURVES.name)), {**run, **row[["options"]]})
+        append({**row, **run}, curves.drop(columns=RUN), path)
+
+
 class Noise(NamedTuple):
     """Standard deviation of a run's result by its seed."""
 

@@ -366,10 +366,12 @@ class Sweep:
 
     def row_of(self, run: Run) -> Any:
         """Return the row of a run in the results, or None; refuse that of another config."""
-        path = self.args.results
-        rows = results.find(results.read(path), run.name) if path.exists() else pd.DataFrame()
-        if rows.empty:
+        if not (path := self.args.results).exists():
             return None
+        if (rows := results.find(results.read(path), run.name)).empty:
+            results.repeat(run.name, run.digest, path)
+            if (rows := results.find(results.read(path), run.name)).empty:
+                return None
         if rows.iloc[0]["config"] != run.digest:
             raise InputError(
                 f"{path} has {run.folder.name} of another config: remove the rows of that sweep, "

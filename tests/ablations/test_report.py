@@ -77,11 +77,6 @@ def test_seeds_are_paired_only_after_the_same_models(runs):
     assert results.noise(chain, "top1").degrees == 2
 
 
-def test_of_equal_rates_the_lowest_is_chosen(runs):
-    rows = runs(*(("one", [7], {"lr": lr}) for lr in (2e-3, 1e-3)))
-    assert results.best_rates(rows, "top1") == {"one": 1e-3}
-
-
 @pytest.mark.parametrize(
     ("metric", "best", "at_end", "data", "counted"),
     [
@@ -91,7 +86,7 @@ def test_of_equal_rates_the_lowest_is_chosen(runs):
     ],
 )
 def test_seed_0_chooses_the_rate(runs, metric, best, at_end, data, counted):
-    tried = {1e-3: [5, 6], 2e-3: [7, 0], 3e-3: [6, 9]}
+    tried = {1e-3: [5, 6], 3e-3: [7, 9], 2e-3: [7, 0]}  # of equal ones, the lowest
     rows = runs(*(("one", own, {"lr": lr, "selected_on": data}) for lr, own in tried.items()))
     chosen = results.at_best(rows.assign(perplexity=rows["top1"]), metric)
     assert list(chosen[metric]) == counted
@@ -208,4 +203,4 @@ def test_the_charts_of_the_repository_are_drawn(monkeypatch, tmp_path):
     (tmp_path / "figures").mkdir()
     monkeypatch.setattr(charts, "FOLDER", tmp_path)
     charts.draw(report.sweeps(rows))
-    assert len(list(tmp_path.glob("figures/*.png"))) == 5
+    assert len(list(tmp_path.glob("figures/*.png"))) == 7

@@ -107,6 +107,18 @@ def test_a_row_stands_for_a_lost_folder_of_the_same_config(run, capsys):
     assert "has gelu_l2_seed0 of another config: remove" in capsys.readouterr().err
 
 
+def test_runs_that_choose_rates_serve_other_lengths(run):
+    words = ("--variants", "gelu_l2", "--lr", "1e-3", "2e-3", "--lr-length", "2", "--seeds", "0")
+    assert len(run(*words, "--cfg-options", "train_cfg.max_epochs=4")[0]) == 2
+    for folder in ("work/gelu_l2_seed0", "work/gelu_l2_seed0_lr0.002"):
+        shutil.rmtree(folder)
+    started, rows = run(*words, "--cfg-options", "train_cfg.max_epochs=8")
+    assert not started
+    assert list(zip(rows["options"].str[-1], rows["top1"], strict=True)) == [
+        *(("4", 79), ("4", 80), ("8", 79), ("8", 80)),
+    ]
+
+
 @pytest.mark.slow
 def test_trainings_find_the_probes(run, monkeypatch):
     monkeypatch.setattr(sweep, "TRAIN", TRAIN)
