@@ -21,6 +21,7 @@ LEADS = {  # epochs, sweep, TokenFormer, ViT; the last one also by epoch
         (4, f"budget/{BASE}", "ours_one_half", "vit_one_half"),
         (8, f"early/{BASE}", "tokenformer", "vit"),
         (20, f"recipes/{BASE}/train_cfg.max_epochs=20", "tokenformer_adamw", "vit_adamw"),
+        (50, f"recipes/{BASE}/train_cfg.max_epochs=50", "tokenformer_adamw", "vit_adamw"),
     ),
     "Muon": tuple(
         (epochs, f"recipes/{BASE}/train_cfg.max_epochs={epochs}", "tokenformer_muon", "vit_muon")
