@@ -268,7 +268,8 @@ class Sweep:
         if hold:
             hold_out(cfg)
             if self.args.lr_length:
-                if any("schedule" in each for each in cfg.get("custom_hooks") or []):
+                growths = [each.get("schedule", ()) for each in cfg.get("custom_hooks") or []]
+                if any(step.get("iteration", 2) > 1 for own in growths for step in own):
                     raise InputError(f"{variant.name} grows at fixed times: omit --lr-length")
                 whole = self.base["train_cfg"][length_key(cfg)]
                 lasting(self.args.lr_length / whole)(cfg, self.sizes)
