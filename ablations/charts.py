@@ -29,7 +29,7 @@ LEADS = {  # epochs, sweep, TokenFormer, ViT; the last one also by epoch
     ),
     "AdamW, 64 tokens": ((60, STEM, "tokenformer_adamw", "vit_adamw"),),
 }
-UNITS = {"flops": "training FLOPs", "seconds": "seconds, of 20 trainings at once on one H100"}
+UNITS = {"flops": "training FLOPs", "seconds": "seconds, with 20 trainings at once on one H100"}
 TUNINGS = {  # from few trained parameters to all
     "TokenFormer: head; appended pairs; all": ("probe", "tokens_small", "tokens_large", "full"),
     "ViT: head; LoRA; all": ("vit_probe", "lora_small", "lora_large", "vit_full"),

@@ -63,16 +63,16 @@ def append(row: Mapping[str, Any], curves: pd.DataFrame, results: Path = RESULTS
 
 
 def repeat(run: Mapping[str, Any], config: str, path: Path) -> None:
-    """Add a row that there is for the same training under other options, such as its length.
+    """Add the row that a run has under other options.
 
-    A run that chooses a rate for a long training may be the same as one for a longer training.
+    One that chooses a rate for a long training may be the same as for a longer one.
     """
     others = [key for key in RUN if key != "options"]
     same = find(read(path), {**run, "config": config}, [*others, "config"])
     if not same.empty:
         row = pd.read_csv(path, dtype=str, keep_default_na=False).loc[same.index[0]]
         curves = find(pd.read_parquet(path.with_name(CURVES.name)), {**run, **row[["options"]]})
-        append({**row, **run}, curves.drop(columns=RUN), path)
+        append({**row, **run, "also": ""}, curves.drop(columns=RUN), path)
 
 
 class Noise(NamedTuple):

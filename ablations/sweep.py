@@ -195,6 +195,9 @@ class Sweep:
             left = [each for each in left if each not in ready]
             grid = [(each, lr) for each in ready for lr in self.rates[each.name]]
             runs = [self.planned(variant, lr, 0, hold=True) for variant, lr in grid]
+            for run in runs if self.args.results.exists() else ():
+                if self.row_of(run) is None and not self.args.print_commands:
+                    results.repeat(run.name, run.digest, self.args.results)
             self.train(runs)
             for name in [each.name for each in ready if each.name not in self.best]:
                 own = [self.row_of(run) for run in runs if run.variant.name == name]
@@ -367,12 +370,10 @@ class Sweep:
 
     def row_of(self, run: Run) -> Any:
         """Return the row of a run in the results, or None; refuse that of another config."""
-        if not (path := self.args.results).exists():
+        path = self.args.results
+        rows = results.find(results.read(path), run.name) if path.exists() else pd.DataFrame()
+        if rows.empty:
             return None
-        if (rows := results.find(results.read(path), run.name)).empty:
-            results.repeat(run.name, run.digest, path)
-            if (rows := results.find(results.read(path), run.name)).empty:
-                return None
         if rows.iloc[0]["config"] != run.digest:
             raise InputError(
                 f"{path} has {run.folder.name} of another config: remove the rows of that sweep, "
@@ -411,9 +412,9 @@ class Sweep:
 
 
 def teacher_of(model: Config) -> str:
-    """Return the weights of the model in a folder that teaches another."""
-    folder = model.get("distillation", {}).get("teacher")
-    return f"{folder}/model.safetensors" if folder else ""
+    """Return the weights of the model that teaches another, if it is in a folder."""
+    path = Path(model.get("distillation", {}).get("teacher", ""), "model.safetensors")
+    return str(path) if path.is_file() else ""
 
 
 def take_model(cfg: Config, before: Config) -> None:
