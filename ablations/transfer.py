@@ -43,8 +43,8 @@ made from the other by `tokenformer-vit convert`."""
 CONVERTED = """Does a converted ViT grow better than the ViT, with as many pairs as hidden neurons?
 
 The models of `tuning`, with their heads, are trained further on the images that they know, for as
-many epochs each. The new neurons (Net2Net) and pairs are as many as the ViT has neurons. Give one --lr: images that
-are held out of this training were not held out of theirs."""
+many epochs each. The new neurons (Net2Net) and pairs are as many as the ViT has neurons. Give one
+--lr: images that are held out of this training were not held out of theirs."""
 CUTTING = """Can a converted ViT be cut to fewer pairs, with and without training at all sizes?
 
 It is trained on; then *nested* trains it for as many epochs, with the most used pairs first. The
