@@ -105,7 +105,7 @@ def draw(found: Mapping[str, Sweep]) -> None:
         runs, width = sweep.best.groupby("variant").first(), noise(sweep.best, "top1")
         trained = runs["trainable"].fillna(runs["parameters"])
         for label, names in TUNINGS.items():
-            own, bars = [name for name in names if name in runs.index], width.half_width(sweep.n)
+            own, bars = [*names], width.half_width(sweep.n)
             means = sweep.means.loc[own, "top1"]
             axes.errorbar(trained[own], means, bars, marker="o", capsize=2, label=label)
         axes.set(xscale="log", xlabel="trained parameters")

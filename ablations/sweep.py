@@ -271,8 +271,7 @@ class Sweep:
         if hold:
             hold_out(cfg)
             if self.args.lr_length:
-                growths = [each.get("schedule", ()) for each in cfg.get("custom_hooks") or []]
-                if any(step.get("iteration", 2) > 1 for own in growths for step in own):
+                if any("schedule" in each for each in cfg.get("custom_hooks") or []):
                     raise InputError(f"{variant.name} grows at fixed times: omit --lr-length")
                 whole = self.base["train_cfg"][length_key(cfg)]
                 lasting(self.args.lr_length / whole)(cfg, self.sizes)

@@ -47,9 +47,9 @@ many epochs each. The new neurons (Net2Net) and pairs are as many as the ViT has
 --lr: images that are held out of this training were not held out of theirs."""
 CUTTING = """Can a converted ViT be cut to fewer pairs, with and without training at all sizes?
 
-It is trained on; then *nested* trains it for as many epochs, with the most used pairs first. The
-others are trained on for as long as both. Give one --lr, as for `converted`."""
-DISTILLED = """Does a trained ViT teach a TokenFormer of its size, from scratch, more than its cost?
+It is trained further; then *nested* trains it for as many epochs, the most used pairs first. The
+others are trained further for as long as both. Give one --lr, as for `converted`."""
+DISTILLED = """Does a TokenFormer learn more from a trained ViT than from a longer training?
 
 The ViT is that of `tuning`. Labels alone train for as many more epochs as its predictions cost,
 which the FLOPs of the table leave out."""
@@ -228,16 +228,16 @@ TUNED = (
 )
 ON = (
     Variant("grown", "grown", several(grown, known), compare=("same", "vit_net2net")),
-    Variant("same", "trained on", several(tuned(), known), compare=("vit_same",)),
+    Variant("same", "trained further", several(tuned(), known), compare=("vit_same",)),
     Variant("vit_net2net", "ViT, Net2Net", several(widened, known), compare=("vit_same",)),
-    Variant("vit_same", "ViT, trained on", several(vit, known)),
+    Variant("vit_same", "ViT, trained further", several(vit, known)),
 )
 CUT_ON = several(tuned(), known, hook("CompressionHook", keep=SMALLER))
 CUT = (
-    Variant("longer", "trained on", several(CUT_ON, lasting(2))),
-    Variant("same", "trained on, half as long", CUT_ON),
+    Variant("longer", "trained further", several(CUT_ON, lasting(2))),
+    Variant("same", "trained further, half as long", CUT_ON),
     Variant("nested", "then nested", nested(checkpoint_path=""), "same", start_folder="nested"),
-    Variant("vit_longer", "ViT, trained on", several(vit, known, lasting(2))),
+    Variant("vit_longer", "ViT, trained further", several(vit, known, lasting(2))),
 )
 TAUGHT = (
     Variant("distilled", "labels and ViT", own_model(distilled=True), compare=("labels",)),
@@ -248,7 +248,7 @@ QUESTIONS = tuple(
     for name, title, text, variants in (
         ("mae", "Masked autoencoders", MAE, with_mae()),
         ("tuning", "Tuning", TUNING, TUNED),
-        ("converted", "Converted ViTs, trained on", CONVERTED, ON),
+        ("converted", "Converted ViTs, trained further", CONVERTED, ON),
         ("distilled", "A ViT as teacher", DISTILLED, TAUGHT),
         ("converted_sizes", "Converted ViTs, at smaller sizes", CUTTING, CUT),
     )
