@@ -1,6 +1,6 @@
 """The charts of ablations/README.md; bars are 95 % intervals."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ from report import Sweep, by_size
 from results import CURVES, FOLDER, RUN, Noise, difference, noise
 
 BASE = "cifar10_micro_50k"
+STEP = f"one_step/{BASE}/train_cfg.max_epochs=20/optim_wrapper.optimizer.type=timm.optim.Muon"
 STEM = "recipes/cifar10_stem/train_cfg.max_epochs=60/train_dataloader.batch_size=256"
 TUNED = (
     "tuning/tuning_imagenette/"
@@ -40,6 +41,14 @@ STAGES = {  # {} is how many times as large as the small model
     "small, grown by zero keys": ("x{}_zero_key_10", "x{}_zero_key_20"),
     "small, grown by random pairs": ("x{}_released_10", "x{}_released_20"),
 }
+ONE_STEP = {  # at the end; the growths are after 80, 50 and 25 % of the training
+    "all pairs": ("scratch_80", "scratch_50", "scratch_25", "large"),
+    "half of the pairs": ("half", "longer_80", "longer_50", "longer_25"),
+    "grown by zero keys": ("zero_key_80", "zero_key_50", "zero_key_25"),
+    "grown by duplicates": ("duplicate_80", "duplicate_50", "duplicate_25"),
+    "grown by random pairs": ("released_80", "released_50", "released_25"),
+}
+DURING = ("half", "large", *ONE_STEP["grown by zero keys"])
 WAYS = ("sandwich", *(f"{way}_{size}" for way in ("alone", "vit") for size in (25, 50, 75, 100)))
 
 
@@ -54,8 +63,7 @@ def draw(found: Mapping[str, Sweep]) -> None:
             ]
             ends.errorbar(*zip(*points, strict=True), marker="o", capsize=2, label=label)
             _, key, ours, vit = leads[-1]
-            curves = curves_of(found[key])
-            means = curves.pivot_table("value", curves["share"] * curves["epochs"], "variant")
+            means = by_epoch(found[key])
             within.plot((means[ours] - means[vit]).dropna(), marker=".", label=label)
         for axes in (ends, within):
             axes.axhline(0, color="0.5")
@@ -78,15 +86,21 @@ def draw(found: Mapping[str, Sweep]) -> None:
             axes.set_xlim(49, 61)
     with chart("growth", "images, × 3: top-1 (%)", "text, × 4: perplexity") as (images, text):
         for axes, key, times in ((images, f"stages/{BASE}", 3), (text, "lm_stages/lm_micro", 4)):
-            sweep, metric = found[key], found[key].question.metric
-            width = noise(sweep.best, metric).half_width(sweep.n)
-            runs = sweep.best.groupby("variant").first()
+            runs = found[key].best.groupby("variant").first()
             spent = runs["flops"] + runs["start"].map(runs["flops"]).fillna(0)
             for label, names in STAGES.items():
-                own = [name.format(times) for name in names]
-                means = sweep.means.loc[own, metric]
-                axes.errorbar(spent[own], means, width, marker="o", capsize=2, label=label)
-            axes.set(xscale="log", xlabel="training FLOPs")
+                line(axes, found[key], spent, [name.format(times) for name in names], label)
+            axes.set(xscale="log", xlabel=UNITS["flops"])
+    with chart("one_step", "images: top-1 (%) at the end", "the same during training") as panels:
+        sweep = found[STEP]
+        for label, names in ONE_STEP.items():
+            own = [name for name in names if name in sweep.variants]
+            line(panels[0], sweep, sweep.means["flops"], own, label)
+        means = by_epoch(sweep)
+        for name in (each for each in DURING if each in means):
+            panels[1].plot(means[name].dropna(), marker=".", label=sweep.variants[name].label)
+        for axes, unit in zip(panels, (UNITS["flops"], "epochs"), strict=True):
+            axes.set(xlabel=unit)
     with chart("nested", "top-1 (%) over the share of the pairs") as (axes,):
         sizes, _ = by_size(found[f"nested/{BASE}"], WAYS)
         axes.plot(sizes.T, marker="o", label=[*sizes.index])
@@ -101,13 +115,10 @@ def draw(found: Mapping[str, Sweep]) -> None:
         axes.set_xscale("log", base=2)
         axes.set(xlabel="share of the pairs kept in q, k and v")
     with chart("tuning", "a converted ViT, tuned on other images: top-1 (%)") as (axes,):
-        sweep = found[TUNED]
-        runs, width = sweep.best.groupby("variant").first(), noise(sweep.best, "top1")
+        runs = found[TUNED].best.groupby("variant").first()
         trained = runs["trainable"].fillna(runs["parameters"])
         for label, names in TUNINGS.items():
-            own, bars = [*names], width.half_width(sweep.n)
-            means = sweep.means.loc[own, "top1"]
-            axes.errorbar(trained[own], means, bars, marker="o", capsize=2, label=label)
+            line(axes, found[TUNED], trained, names, label)
         axes.set(xscale="log", xlabel="trained parameters")
 
 
@@ -116,6 +127,20 @@ def curves_of(sweep: Sweep) -> Any:
     runs = sweep.best[[*RUN, "epochs", "iterations", *UNITS]]
     curves = pd.read_parquet(CURVES).query("kind == 'top1'").merge(runs, on=RUN)
     return curves.assign(share=curves["x"] / curves["iterations"])
+
+
+def by_epoch(sweep: Sweep) -> Any:
+    """Return the mean top-1 of each variant at each validation."""
+    curves = curves_of(sweep)
+    return curves.pivot_table("value", curves["share"] * curves["epochs"], "variant")
+
+
+def line(axes: Any, sweep: Sweep, places: Any, names: Sequence[str], label: str) -> None:
+    """Draw the results of variants with the interval of the sweep's σ."""
+    metric, own = sweep.question.metric, [*names]
+    width = noise(sweep.best, metric).half_width(sweep.n)
+    means = sweep.means.loc[own, metric]
+    axes.errorbar(places[own], means, width, marker="o", capsize=2, label=label)
 
 
 def with_interval(groups: Any) -> tuple[Any, Any]:

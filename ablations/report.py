@@ -211,8 +211,10 @@ def differences(found: Mapping[str, Sweep], text: str) -> str:
     headings, *lines = text.strip().splitlines()
     rows = []
     for key, one, other, label in (line.split(maxsplit=3) for line in lines):
-        means = texts(found[key].means[found[key].question.metric], "{:.2f}")
-        rows.append((label, means[one], means[other], found[key].compared(one, other)))
+        sweep = found[key]
+        stars = sweep.best.groupby("variant")["at_end"].first().map({True: "*", False: ""})
+        means = texts(sweep.means[sweep.question.metric], "{:.2f}") + stars
+        rows.append((label, means[one], means[other], sweep.compared(one, other)))
     columns = ["", *map(str.strip, headings.split("|")), "difference"]
     return markdown(pd.DataFrame(rows, columns=columns))
 

@@ -31,11 +31,13 @@ step() { # NAME MINUTES COMMAND...: its output is in OUT/NAME.log
     echo "$1: done after $SECONDS s"
 }
 bench() { step "$1" "$2" -m tokenformer_vit benchmark --out "$out/$1.json" --precisions autocast "${@:3}"; }
-converge() { # OPTIMISER RATES...: TokenFormer and ViT, batch 256; finished runs are not repeated
-    step "$1" 10 ablations/recipes.py recipes --config configs/cifar10_stem.py --data-root "$kit/images" \
-        --jobs 10 --seeds "${SEEDS:-5}" --variants "tokenformer_$1" "vit_$1" --lr "${@:2}" --lr-length 16 \
-        --work-dir "$kit/runs/$1${RUNS:-}" --results "$out/results.csv" \
-        --cfg-options train_cfg.max_epochs="${EPOCHS:-60}" train_dataloader.batch_size=256
+sweep() { # NAME FILE QUESTION CONFIG OPTIONS...: finished runs are not repeated
+    step "$1" 10 "ablations/$2.py" "$3" --config "configs/$4.py" --data-root "$kit/images" --jobs "${JOBS:-10}" \
+        --work-dir "$kit/runs/$1${RUNS:-}" --results "$out/results.csv" "${@:5}"
+}
+converge() { # OPTIMISER RATES...: TokenFormer and ViT, batch 256
+    sweep "$1" recipes recipes cifar10_stem --variants "tokenformer_$1" "vit_$1" --lr "${@:2}" --lr-length 16 \
+        --seeds "${SEEDS:-5}" --cfg-options train_cfg.max_epochs="${EPOCHS:-60}" train_dataloader.batch_size=256
 }
 step tests 4 -m pytest -q -n 4 -m gpu --continue-on-collection-errors tests &
 step data 2 -m tokenformer_vit prepare-data "$kit/cifar10" "$kit/images" &
@@ -50,6 +52,8 @@ nvidia-cuda-mps-control -d && timeout 60 python3 -c "import torch; print(torch.o
     { echo "no MPS: the trainings take turns" && echo quit | nvidia-cuda-mps-control || true; }
 converge muon 0.001 0.002 0.004 0.008 # one after the other: at once, Muon's 60 epochs took over 500 s
 converge adamw 0.001 0.002 0.004
+sweep one_step growth one_step cifar10_micro_50k --lr 0.003 --seeds "${SEEDS:-3}" \
+    --cfg-options train_cfg.max_epochs="${EPOCHS:-30}" optim_wrapper.optimizer.type=timm.optim.Muon
 echo quit | nvidia-cuda-mps-control || true
 unset OMP_NUM_THREADS
 bench infer_base 2 --model tokenformer_base --modes infer
