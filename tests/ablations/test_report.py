@@ -106,6 +106,8 @@ def test_a_difference_is_bold_beyond_its_interval_and_inside_the_grid(sweep):
     tried = sweep(*NINE, ("one", [9], {"lr": 2e-3}))
     assert tried.compared("one", "two") == "+9.00 ± 2.27"
     assert "| first one | 0.001* | 11.00 |" in report.table(tried, ["one", "two"])[0]
+    row = "| both | 11.00* | 2.00 | +9.00 ± 2.27 |\n"
+    assert report.differences({"which": tried}, "A | B\nwhich one two both").endswith(row)
 
 
 @pytest.mark.parametrize(
@@ -203,4 +205,4 @@ def test_the_charts_of_the_repository_are_drawn(monkeypatch, tmp_path):
     (tmp_path / "figures").mkdir()
     monkeypatch.setattr(charts, "FOLDER", tmp_path)
     charts.draw(report.sweeps(rows))
-    assert len(list(tmp_path.glob("figures/*.png"))) == 7
+    assert len(list(tmp_path.glob("figures/*.png"))) == 8
