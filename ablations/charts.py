@@ -94,13 +94,13 @@ def draw(found: Mapping[str, Sweep]) -> None:
     with chart("one_step", "images: top-1 (%) at the end", "the same during training") as panels:
         sweep = found[STEP]
         for label, names in ONE_STEP.items():
-            own = [name for name in names if name in sweep.variants]
-            line(panels[0], sweep, sweep.means["flops"], own, label)
+            if own := [name for name in names if name in sweep.variants]:
+                line(panels[0], sweep, sweep.means["flops"], own, label)
         means = by_epoch(sweep)
         for name in (each for each in DURING if each in means):
             panels[1].plot(means[name].dropna(), marker=".", label=sweep.variants[name].label)
-        for axes, unit in zip(panels, (UNITS["flops"], "epochs"), strict=True):
-            axes.set(xlabel=unit)
+        panels[0].set(xlabel=UNITS["flops"])
+        panels[1].set(xlabel="epochs", ylim=(60, None))
     with chart("nested", "top-1 (%) over the share of the pairs") as (axes,):
         sizes, _ = by_size(found[f"nested/{BASE}"], WAYS)
         axes.plot(sizes.T, marker="o", label=[*sizes.index])
