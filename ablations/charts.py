@@ -11,6 +11,10 @@ from results import CURVES, FOLDER, RUN, Noise, difference, noise
 
 BASE = "cifar10_micro_50k"
 STEP = f"one_step/{BASE}/train_cfg.max_epochs=20/optim_wrapper.optimizer.type=timm.optim.Muon"
+LM_STEP = (
+    "lm_one_step/lm_micro/train_cfg.max_iters=4000/train_cfg.val_interval=400/"
+    "optim_wrapper.optimizer.type=timm.optim.Muon"
+)
 STEM = "recipes/cifar10_stem/train_cfg.max_epochs=60/train_dataloader.batch_size=256"
 TUNED = (
     "tuning/tuning_imagenette/"
@@ -63,7 +67,7 @@ def draw(found: Mapping[str, Sweep]) -> None:
             ]
             ends.errorbar(*zip(*points, strict=True), marker="o", capsize=2, label=label)
             _, key, ours, vit = leads[-1]
-            means = by_epoch(found[key])
+            means = by_length(found[key])
             within.plot((means[ours] - means[vit]).dropna(), marker=".", label=label)
         for axes in (ends, within):
             axes.axhline(0, color="0.5")
@@ -91,16 +95,21 @@ def draw(found: Mapping[str, Sweep]) -> None:
             for label, names in STAGES.items():
                 line(axes, found[key], spent, [name.format(times) for name in names], label)
             axes.set(xscale="log", xlabel=UNITS["flops"])
-    with chart("one_step", "images: top-1 (%) at the end", "the same during training") as panels:
-        sweep = found[STEP]
-        for label, names in ONE_STEP.items():
-            if own := [name for name in names if name in sweep.variants]:
-                line(panels[0], sweep, sweep.means["flops"], own, label)
-        means = by_epoch(sweep)
-        for name in (each for each in DURING if each in means):
-            panels[1].plot(means[name].dropna(), marker=".", label=sweep.variants[name].label)
-        panels[0].set(xlabel=UNITS["flops"])
-        panels[1].set(xlabel="epochs", ylim=(60, None))
+    for key, title, limits in (
+        (STEP, "images: top-1 (%) at the end", {"bottom": 60}),
+        (LM_STEP, "text: perplexity at the end", {"top": 7}),
+    ):
+        sweep = found[key]
+        with chart(sweep.question.name, title, "the same during training") as (end, during):
+            for label, names in ONE_STEP.items():
+                if own := [name for name in names if name in sweep.variants]:
+                    line(end, sweep, sweep.means["flops"], own, label)
+            means = by_length(sweep)
+            for name in (each for each in DURING if each in means):
+                during.plot(means[name].dropna(), marker=".", label=sweep.variants[name].label)
+            end.set(xlabel=UNITS["flops"])
+            during.set(xlabel=means.index.name)
+            during.set_ylim(**limits)
     with chart("nested", "top-1 (%) over the share of the pairs") as (axes,):
         sizes, _ = by_size(found[f"nested/{BASE}"], WAYS)
         axes.plot(sizes.T, marker="o", label=[*sizes.index])
@@ -123,23 +132,24 @@ def draw(found: Mapping[str, Sweep]) -> None:
 
 
 def curves_of(sweep: Sweep) -> Any:
-    """Return top-1 at the runs' validations, each at a share of its training."""
+    """Return the results at the runs' validations, each at a share of its training."""
     runs = sweep.best[[*RUN, "epochs", "iterations", *UNITS]]
-    curves = pd.read_parquet(CURVES).query("kind == 'top1'").merge(runs, on=RUN)
+    curves = pd.read_parquet(CURVES).query("kind == @sweep.question.metric").merge(runs, on=RUN)
     return curves.assign(share=curves["x"] / curves["iterations"])
 
 
-def by_epoch(sweep: Sweep) -> Any:
-    """Return the mean top-1 of each variant at each validation."""
+def by_length(sweep: Sweep) -> Any:
+    """Return the mean result of each variant at each validation."""
     curves = curves_of(sweep)
-    return curves.pivot_table("value", curves["share"] * curves["epochs"], "variant")
+    unit = "epochs" if curves["epochs"].notna().all() else "iterations"
+    return curves.pivot_table("value", (curves["share"] * curves[unit]).rename(unit), "variant")
 
 
 def line(axes: Any, sweep: Sweep, places: Any, names: Sequence[str], label: str) -> None:
     """Draw the results of variants with the interval of the sweep's σ."""
     metric, own = sweep.question.metric, [*names]
-    width = noise(sweep.best, metric).half_width(sweep.n)
-    means = sweep.means.loc[own, metric]
+    seeds, means = sweep.best["variant"].value_counts()[own], sweep.means.loc[own, metric]
+    width = seeds.map(noise(sweep.best, metric).half_width)
     axes.errorbar(places[own], means, width, marker="o", capsize=2, label=label)
 
 
