@@ -129,6 +129,20 @@ def draw(found: Mapping[str, Sweep]) -> None:
         for label, names in TUNINGS.items():
             line(axes, found[TUNED], trained, names, label)
         axes.set(xscale="log", xlabel="trained parameters")
+    titles = "a converted ViT, cut: top-1 (%)", "from scratch, at equal cost: top-1 (%)"
+    with chart("converted", *titles) as (cut, taught):
+        sweep = found[f"converted_sizes/{BASE}"]
+        sizes, _ = by_size(sweep, ("longer", "nested"))
+        cut.plot(sizes.T, marker="o", label=[*sizes.index])
+        whole, vit = sweep.means.loc["longer"], sweep.means.loc["vit_longer"]
+        place, label = vit["flops"] / whole["flops"], sweep.variants["vit_longer"].label
+        cut.plot(place, vit["top1"], "ks", label=label)
+        cut.set(xlabel="share of the pairs; of the ViT: its share of the FLOPs")
+        sweep = found[f"distilled/{BASE}"]
+        means = curves_of(sweep).pivot_table("value", "share", "variant")
+        for name, each in sweep.variants.items():
+            taught.plot(means[name].dropna(), marker=".", label=each.label)
+        taught.set(xlabel="share of the training", ylim=(60, None))
 
 
 def curves_of(sweep: Sweep) -> Any:
