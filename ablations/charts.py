@@ -53,7 +53,14 @@ ONE_STEP = {  # at the end; the growths are after 80, 50 and 25 % of the trainin
     "grown by random pairs": ("released_80", "released_50", "released_25"),
 }
 DURING = ("half", "large", *ONE_STEP["grown by zero keys"])
-WAYS = ("sandwich", *(f"{way}_{size}" for way in ("alone", "vit") for size in (25, 50, 75, 100)))
+NESTED = {  # sweep, and the least top-1 of the panel: pruned models have less
+    "8 epochs, AdamW": (f"nested/{BASE}", 46),
+    "20 epochs, Muon": (STEP.replace("one_step", "nested"), 56),
+}
+WAYS = (
+    *("sandwich", "scala"),
+    *(f"{way}_{size}" for way in ("alone", "vit") for size in (25, 50, 75, 100)),
+)
 
 
 def draw(found: Mapping[str, Sweep]) -> None:
@@ -110,9 +117,10 @@ def draw(found: Mapping[str, Sweep]) -> None:
             end.set(xlabel=UNITS["flops"])
             during.set(xlabel=means.index.name)
             during.set_ylim(**limits)
-    with chart("nested", "top-1 (%) over the share of the pairs") as (axes,):
-        sizes, _ = by_size(found[f"nested/{BASE}"], WAYS)
-        axes.plot(sizes.T, marker="o", label=[*sizes.index])
+    with chart("nested", *(f"{each}: top-1 (%)" for each in NESTED)) as panels:
+        for axes, (key, least) in zip(panels, NESTED.values(), strict=True):
+            ways(axes, found[key], [name for name in WAYS if name in found[key].variants])
+            axes.set(xlabel="share of the pairs", ylim=(least, None))
     with chart("from_vit", "converted ViTs: top-1 (%)") as (axes,):
         pairs = pd.read_csv(CURVES.with_name("from_vit.csv")).query("part == 'pairs'")
         kept, count = pairs["name"].str.split("/", expand=True).astype(int).to_numpy().T
@@ -132,8 +140,7 @@ def draw(found: Mapping[str, Sweep]) -> None:
     titles = "a converted ViT, cut: top-1 (%)", "from scratch, at equal cost: top-1 (%)"
     with chart("converted", *titles) as (cut, taught):
         sweep = found[f"converted_sizes/{BASE}"]
-        sizes, _ = by_size(sweep, ("longer", "nested"))
-        cut.plot(sizes.T, marker="o", label=[*sizes.index])
+        ways(cut, sweep, ("longer", "nested"))
         whole, vit = sweep.means.loc["longer"], sweep.means.loc["vit_longer"]
         place, label = vit["flops"] / whole["flops"], sweep.variants["vit_longer"].label
         cut.plot(place, vit["top1"], "ks", label=label)
@@ -165,6 +172,14 @@ def line(axes: Any, sweep: Sweep, places: Any, names: Sequence[str], label: str)
     seeds, means = sweep.best["variant"].value_counts()[own], sweep.means.loc[own, metric]
     width = seeds.map(noise(sweep.best, metric).half_width)
     axes.errorbar(places[own], means, width, marker="o", capsize=2, label=label)
+
+
+def ways(axes: Any, sweep: Sweep, names: Sequence[str]) -> None:
+    """Draw what each way gives at each size with the interval of the sweep's σ."""
+    sizes, _ = by_size(sweep, names)
+    width = noise(sweep.best, "top1").half_width(sweep.n)
+    for label, values in sizes.iterrows():
+        axes.errorbar(sizes.columns, values, width, marker=".", capsize=3, label=label)
 
 
 def with_interval(groups: Any) -> tuple[Any, Any]:
