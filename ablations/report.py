@@ -155,11 +155,12 @@ def by_size(sweep: Sweep, names: Sequence[str]) -> tuple[Any, Any]:
 def sizes_table(sweep: Sweep, names: Sequence[str]) -> str:
     """Render the results at each size; in bold where they differ from those of the first row.
 
-    Nothing is in bold if a rate is at the end of its grid.
+    The interval is that of the fewest seeds. If a rate is at the end of its grid, none is in bold.
     """
     sizes, flops = by_size(sweep, names)
     at_end = sweep.best.loc[sweep.best["variant"].isin(names), "at_end"].any()
-    width = math.inf if at_end else noise(sweep.best, "top1").half_width(sweep.n, sweep.n)
+    fewest = sweep.best["variant"].value_counts()[[*names]].min()
+    width = math.inf if at_end else noise(sweep.best, "top1").half_width(fewest, fewest)
     bold = ((sizes - sizes.iloc[0]).abs() > width).map(lambda differs: "**" * differs)
     columns = (bold + sizes.map("{:.2f}".format, na_action="ignore") + bold).fillna("")
     columns = columns.rename(columns="top-1 % at {:g}".format)
