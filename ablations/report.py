@@ -46,7 +46,7 @@ class Sweep:
         # Those that have run, in the order of the question.
         self.variants = {name: known[name] for name in sorted(runs.groups, key=[*known].index)}
         self.means: Any = runs.mean(numeric_only=True)
-        self.n = int(runs.size().mode().max())  # seeds of most variants
+        self.n = int(runs.size().min())  # the fewest seeds of a variant
         texts = self.best.filter(like="perplexity/").dropna(axis=1)
         # Column and heading of the result; that of each text follows, if there are several.
         whole = "all texts" if len(texts.columns) > 1 else question.metric
@@ -155,12 +155,11 @@ def by_size(sweep: Sweep, names: Sequence[str]) -> tuple[Any, Any]:
 def sizes_table(sweep: Sweep, names: Sequence[str]) -> str:
     """Render the results at each size; in bold where they differ from those of the first row.
 
-    The interval is that of the fewest seeds. If a rate is at the end of its grid, none is in bold.
+    Nothing is in bold if a rate is at the end of its grid.
     """
     sizes, flops = by_size(sweep, names)
     at_end = sweep.best.loc[sweep.best["variant"].isin(names), "at_end"].any()
-    fewest = sweep.best["variant"].value_counts()[[*names]].min()
-    width = math.inf if at_end else noise(sweep.best, "top1").half_width(fewest, fewest)
+    width = math.inf if at_end else noise(sweep.best, "top1").half_width(sweep.n, sweep.n)
     bold = ((sizes - sizes.iloc[0]).abs() > width).map(lambda differs: "**" * differs)
     columns = (bold + sizes.map("{:.2f}".format, na_action="ignore") + bold).fillna("")
     columns = columns.rename(columns="top-1 % at {:g}".format)
