@@ -63,15 +63,12 @@ def append(row: Mapping[str, Any], curves: pd.DataFrame, results: Path = RESULTS
 
 
 def repeat(run: Mapping[str, Any], config: str, path: Path) -> None:
-    """Add the row that a run has under other options.
-
-    One that chooses a rate for a long training may be the same as for a longer one.
-    """
-    others = [key for key in RUN if key != "options"]
-    same = find(read(path), {**run, "config": config}, [*others, "config"])
+    """Add the row that a run has under other options, or in another question, if there is one."""
+    same = find(read(path), {**run, "config": config}, ["base", "config"])
     if not same.empty:
         row = pd.read_csv(path, dtype=str, keep_default_na=False).loc[same.index[0]]
-        curves = find(pd.read_parquet(path.with_name(CURVES.name)), {**run, **row[["options"]]})
+        known = {**run, **row[[*SWEEP, "variant"]]}
+        curves = find(pd.read_parquet(path.with_name(CURVES.name)), known)
         append({**row, **run, "also": ""}, curves.drop(columns=RUN), path)
 
 

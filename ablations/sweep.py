@@ -195,9 +195,6 @@ class Sweep:
             left = [each for each in left if each not in ready]
             grid = [(each, lr) for each in ready for lr in self.rates[each.name]]
             runs = [self.planned(variant, lr, 0, hold=True) for variant, lr in grid]
-            for run in runs if self.args.results.exists() else ():
-                if self.row_of(run) is None and not self.args.print_commands:
-                    results.repeat(run.name, run.digest, self.args.results)
             self.train(runs)
             for name in [each.name for each in ready if each.name not in self.best]:
                 own = [self.row_of(run) for run in runs if run.variant.name == name]
@@ -322,6 +319,7 @@ class Sweep:
         """Tell whether a run has ended, and record it; else see that its config is in its folder.
 
         A run with a row is finished, although its folder may be lost, if no other starts from it.
+        From new weights, so is one whose whole config has a row, of whatever question.
         """
         path, text = run.folder / "config.py", run.text
         if path.is_file() and (old := path.read_text(encoding="utf-8")) != text:
@@ -332,9 +330,12 @@ class Sweep:
             )
         run.folder.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+        if self.row_of(run) is None:
+            if run.record:
+                results.append(self.facts(run), curves_of(run), self.args.results)
+            elif not run.begins_with and self.args.results.exists():
+                results.repeat(run.name, run.digest, self.args.results)
         row = self.row_of(run)
-        if run.record and row is None:
-            results.append(self.facts(run), curves_of(run), self.args.results)
         return bool(run.record) or (row is not None and run.variant.name not in self.starts)
 
     def words(self, run: Run) -> list[str]:

@@ -107,7 +107,7 @@ def test_a_row_stands_for_a_lost_folder_of_the_same_config(run, capsys):
     assert "has gelu_l2_seed0 of another config: remove" in capsys.readouterr().err
 
 
-def test_runs_that_choose_rates_serve_other_lengths(run):
+def test_a_run_serves_other_lengths_and_questions(run):
     words = ("--variants", "gelu_l2", "--lr", "1e-3", "2e-3", "--lr-length", "2", "--seeds", "0")
     assert len(run(*words, "--cfg-options", "train_cfg.max_epochs=4")[0]) == 2
     for folder in ("work/gelu_l2_seed0", "work/gelu_l2_seed0_lr0.002"):
@@ -117,6 +117,10 @@ def test_runs_that_choose_rates_serve_other_lengths(run):
     assert list(zip(rows["options"].str[-1], rows["top1"], strict=True)) == [
         *(("4", 79), ("4", 80), ("8", 79), ("8", 80)),
     ]
+    words = ("--variants", "none", *words[2:], "--cfg-options", "train_cfg.max_epochs=8")
+    started, rows = run(*words, questions=THETA[1:])
+    assert not started
+    assert list(rows["question"]) == ["softmax"] * 4 + ["layernorm"] * 2
 
 
 @pytest.mark.slow
