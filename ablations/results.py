@@ -62,9 +62,10 @@ def append(row: Mapping[str, Any], curves: pd.DataFrame, results: Path = RESULTS
         write_whole(results, rows.to_csv(index=False).encode())
 
 
-def repeat(run: Mapping[str, Any], config: str, path: Path) -> None:
+def repeat(run: Mapping[str, Any], config: str, torch: str, path: Path) -> None:
     """Add the row that a run has under other options, or in another question, if there is one."""
-    same = find(read(path), {**run, "config": config}, ["base", "config"])
+    alike = {**run, "config": config, "torch": torch}
+    same = find(read(path), alike, ["base", "config", "torch"])
     if not same.empty:
         row = pd.read_csv(path, dtype=str, keep_default_na=False).loc[same.index[0]]
         known = {**run, **row[[*SWEEP, "variant"]]}

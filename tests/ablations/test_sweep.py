@@ -11,6 +11,7 @@ import pytest
 import results
 import sweep
 import timm
+import torch
 from nested import QUESTIONS as NESTED
 from nested import WHOLE
 from theta import QUESTIONS as THETA
@@ -43,7 +44,7 @@ lines = [{"loss": 2.0, "step": 7}, {**figures, "step": 2}]
 (logs / "scalars.json").write_text("\\n".join(map(json.dumps, lines)))
 record = {"date": "2026-01-01", "hardware": "a CPU", "dtype": "float32", "epochs": 2}
 record |= {"iterations": 14, "images_per_step": 8, "train_images": 50, "commit": "abc"}
-record |= {"versions": {"torch": "2.0"}, "resumed_at_iteration": 0, "seconds": 60.0}
+record |= {"versions": {"torch": "TORCH"}, "resumed_at_iteration": 0, "seconds": 60.0}
 record |= {"cpu": "x86", **figures}
 (folder / "record.json").write_text(json.dumps(record))
 """
@@ -61,7 +62,7 @@ PAIR = ("--variants", "gelu_l2", "vit")
 def run(tmp_path, monkeypatch):
     """Run a sweep of trainings that take no time; return what was started, and all rows."""
     (tmp_path / "small.py").write_text(CONFIG)
-    (tmp_path / "trainer.py").write_text(TRAINER)
+    (tmp_path / "trainer.py").write_text(TRAINER.replace("TORCH", torch.__version__))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep, "TRAIN", ("trainer.py",))
     monkeypatch.setattr(sweep, "commit_of", lambda allow_dirty: "1234567")
