@@ -53,10 +53,8 @@ ONE_STEP = {  # at the end; the growths are after 80, 50 and 25 % of the trainin
     "grown by random pairs": ("released_80", "released_50", "released_25"),
 }
 DURING = ("half", "large", *ONE_STEP["grown by zero keys"])
-NESTED = {  # sweep, and the least top-1 of the panel: pruned models have less
-    "8 epochs, AdamW": (f"nested/{BASE}", 46),
-    "20 epochs, Muon": (STEP.replace("one_step", "nested"), 56),
-}
+LENGTHS = {"8 epochs, AdamW": "", "20 epochs, Muon": STEP.removeprefix(f"one_step/{BASE}")}
+NESTED = dict(zip(LENGTHS, (46, 56), strict=True))  # the least top-1: pruned models have less
 WAYS = (
     *("sandwich", "scala"),
     *(f"{way}_{size}" for way in ("alone", "vit") for size in (25, 50, 75, 100)),
@@ -88,13 +86,14 @@ def draw(found: Mapping[str, Sweep]) -> None:
             axes.set(xlabel=label, ylim=(70, None))
     with chart("theta", "Θ: top-1 (%)", "LayerNorm: top-1 (%)") as panels:
         for axes, name in zip(panels, ("softmax", "layernorm"), strict=True):
-            sweep = found[f"{name}/{BASE}"]
-            means, places = sweep.means["top1"][[*sweep.variants]], range(len(sweep.variants))
-            width = noise(sweep.best, "top1").half_width(sweep.n)
-            axes.errorbar(means, places, xerr=width, fmt="o")
-            axes.set_yticks(places, [each.label for each in sweep.variants.values()])
+            for label, options in LENGTHS.items():
+                sweep = found[f"{name}/{BASE}{options}"]
+                labels = [each.label for each in sweep.variants.values()]
+                width = noise(sweep.best, "top1").half_width(sweep.n)
+                means = sweep.means["top1"][[*sweep.variants]]
+                axes.errorbar(means, labels, xerr=width, fmt="o", capsize=2, label=label)
             axes.invert_yaxis()
-            axes.set_xlim(49, 61)
+            axes.set_xlim(49, 77)
     with chart("growth", "images, × 3: top-1 (%)", "text, × 4: perplexity") as (images, text):
         for axes, key, times in ((images, f"stages/{BASE}", 3), (text, "lm_stages/lm_micro", 4)):
             runs = found[key].best.groupby("variant").first()
@@ -118,8 +117,9 @@ def draw(found: Mapping[str, Sweep]) -> None:
             during.set(xlabel=means.index.name)
             during.set_ylim(**limits)
     with chart("nested", *(f"{each}: top-1 (%)" for each in NESTED)) as panels:
-        for axes, (key, least) in zip(panels, NESTED.values(), strict=True):
-            ways(axes, found[key], [name for name in WAYS if name in found[key].variants])
+        for axes, (label, least) in zip(panels, NESTED.items(), strict=True):
+            sweep = found[f"nested/{BASE}{LENGTHS[label]}"]
+            ways(axes, sweep, [name for name in WAYS if name in sweep.variants])
             axes.set(xlabel="share of the pairs", ylim=(least, None))
     with chart("from_vit", "converted ViTs: top-1 (%)") as (axes,):
         pairs = pd.read_csv(CURVES.with_name("from_vit.csv")).query("part == 'pairs'")
