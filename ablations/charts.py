@@ -54,9 +54,9 @@ ONE_STEP = {  # at the end; the growths are after 80, 50 and 25 % of the trainin
 }
 DURING = ("half", "large", *ONE_STEP["grown by zero keys"])
 LENGTHS = {"8 epochs, AdamW": "", "20 epochs, Muon": STEP.removeprefix(f"one_step/{BASE}")}
-NESTED = dict(zip(LENGTHS, (46, 56), strict=True))  # the least top-1: pruned models have less
 WAYS = (
-    *("sandwich", "scala"),
+    "sandwich",
+    "scala",
     *(f"{way}_{size}" for way in ("alone", "vit") for size in (25, 50, 75, 100)),
 )
 
@@ -116,9 +116,10 @@ def draw(found: Mapping[str, Sweep]) -> None:
             end.set(xlabel=UNITS["flops"])
             during.set(xlabel=means.index.name)
             during.set_ylim(**limits)
-    with chart("nested", *(f"{each}: top-1 (%)" for each in NESTED)) as panels:
-        for axes, (label, least) in zip(panels, NESTED.items(), strict=True):
-            sweep = found[f"nested/{BASE}{LENGTHS[label]}"]
+    with chart("nested", *(f"{each}: top-1 (%)" for each in LENGTHS)) as panels:
+        limits = (46, 56)  # pruned models have less
+        for axes, options, least in zip(panels, LENGTHS.values(), limits, strict=True):
+            sweep = found[f"nested/{BASE}{options}"]
             ways(axes, sweep, [name for name in WAYS if name in sweep.variants])
             axes.set(xlabel="share of the pairs", ylim=(least, None))
     with chart("from_vit", "converted ViTs: top-1 (%)") as (axes,):

@@ -319,7 +319,7 @@ class Sweep:
         """Tell whether a run has ended, and record it; else see that its config is in its folder.
 
         A run with a row is finished, although its folder may be lost, if no other starts from it.
-        From new weights, so is one whose config has a row by this torch, of whatever question.
+        So is one that starts from no other, if any question has a row of its config and torch.
         """
         path, text = run.folder / "config.py", run.text
         if path.is_file() and (old := path.read_text(encoding="utf-8")) != text:
@@ -333,7 +333,7 @@ class Sweep:
         if self.row_of(run) is None:
             if run.record:
                 results.append(self.facts(run), curves_of(run), self.args.results)
-            elif not run.begins_with and self.args.results.exists():
+            elif run.start is None and self.args.results.exists():
                 results.repeat(run.name, run.digest, torch.__version__, self.args.results)
         row = self.row_of(run)
         return bool(run.record) or (row is not None and run.variant.name not in self.starts)
