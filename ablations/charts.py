@@ -93,7 +93,7 @@ def draw(found: Mapping[str, Sweep]) -> None:
                 means = sweep.means["top1"][[*sweep.variants]]
                 axes.errorbar(means, labels, xerr=width, fmt="o", capsize=2, label=label)
             axes.invert_yaxis()
-            axes.set_xlim(49, 77)
+            axes.set_xlim(38, 77)  # with a place for the legend
     with chart("growth", "images, × 3: top-1 (%)", "text, × 4: perplexity") as (images, text):
         for axes, key, times in ((images, f"stages/{BASE}", 3), (text, "lm_stages/lm_micro", 4)):
             runs = found[key].best.groupby("variant").first()
