@@ -16,6 +16,7 @@ LM_STEP = (
     "optim_wrapper.optimizer.type=timm.optim.Muon"
 )
 STEM = "recipes/cifar10_stem/train_cfg.max_epochs=60/train_dataloader.batch_size=256"
+IMAGENETTE = "recipes/imagenette_stem"
 TUNED = (
     "tuning/tuning_imagenette/"
     "model.backbone.checkpoint_path=work_dirs/converted/large_seed0/model.safetensors"
@@ -79,11 +80,11 @@ def draw(found: Mapping[str, Sweep]) -> None:
             axes.set(xlabel="epochs")
     with chart("stem", "64 tokens, AdamW: top-1 (%)", "the same over time") as panels:
         for axes, (unit, label) in zip(panels, UNITS.items(), strict=True):
-            for name, own in curves_of(found[STEM]).groupby("variant"):
-                mean, width = with_interval(own.groupby(own["share"] * own[unit].mean())["value"])
-                axes.plot(mean, label=found[STEM].variants[name].label)
-                axes.fill_between(mean.index, mean - width, mean + width, alpha=0.3)
+            bands(axes, found[STEM], unit)
             axes.set(xlabel=label, ylim=(70, None))
+    with chart("imagenette", "Imagenette, 256 tokens: top-1 (%)") as (axes,):
+        bands(axes, found[IMAGENETTE], "epochs")
+        axes.set(xlabel="epochs", ylim=(50, None))
     with chart("theta", "Θ: top-1 (%)", "LayerNorm: top-1 (%)") as panels:
         for axes, name in zip(panels, ("softmax", "layernorm"), strict=True):
             for label, options in LENGTHS.items():
@@ -127,7 +128,9 @@ def draw(found: Mapping[str, Sweep]) -> None:
         kept, count = pairs["name"].str.split("/", expand=True).astype(int).to_numpy().T
         pairs["share"] = kept / count
         for _, own in pairs.groupby(["model", "variant"], sort=False):
-            mean, width = with_interval(own.groupby("share")["value"])
+            values = own.groupby("share")["value"]
+            mean = values.mean()
+            width = values.agg(lambda own: Noise(own.std(), len(own) - 1).half_width(len(own)))
             label = own["variant"].iloc[0]
             axes.errorbar(mean.index, mean, width, marker="o", capsize=2, label=label)
         axes.set_xscale("log", base=2)
@@ -155,9 +158,22 @@ def draw(found: Mapping[str, Sweep]) -> None:
 
 def curves_of(sweep: Sweep) -> Any:
     """Return the results at the runs' validations, each at a share of its training."""
-    runs = sweep.best[[*RUN, "epochs", "iterations", *UNITS]]
+    runs = sweep.best[[*RUN, "start", "epochs", "iterations", *UNITS]]
     curves = pd.read_parquet(CURVES).query("kind == @sweep.question.metric").merge(runs, on=RUN)
     return curves.assign(share=curves["x"] / curves["iterations"])
+
+
+def bands(axes: Any, sweep: Sweep, unit: str) -> None:
+    """Draw results during training over a unit, with the interval of their σ at each validation."""
+    curves = curves_of(sweep)
+    width = pd.Series(
+        {share: noise(own, "value").half_width(sweep.n) for share, own in curves.groupby("share")}
+    )
+    for name, own in curves.groupby("variant"):
+        mean = own.groupby("share")["value"].mean()
+        places = mean.index * own[unit].mean()
+        axes.plot(places, mean, label=sweep.variants[name].label)
+        axes.fill_between(places, mean - width, mean + width, alpha=0.3)
 
 
 def by_length(sweep: Sweep) -> Any:
@@ -181,12 +197,6 @@ def ways(axes: Any, sweep: Sweep, names: Sequence[str]) -> None:
     width = noise(sweep.best, "top1").half_width(sweep.n)
     for label, values in sizes.iterrows():
         axes.errorbar(sizes.columns, values, width, marker=".", capsize=3, label=label)
-
-
-def with_interval(groups: Any) -> tuple[Any, Any]:
-    """Return means, and half of the interval that each mean's own runs give."""
-    width = groups.agg(lambda own: Noise(own.std(), len(own) - 1).half_width(len(own)))
-    return groups.mean(), width
 
 
 @contextmanager
