@@ -170,7 +170,7 @@ def bands(axes: Any, sweep: Sweep, unit: str) -> None:
         {share: noise(own, "value").half_width(sweep.n) for share, own in curves.groupby("share")}
     )
     for name, own in curves.groupby("variant"):
-        mean = own.groupby("share")["value"].mean()
+        mean: Any = own.groupby("share")["value"].mean()
         places = mean.index * own[unit].mean()
         axes.plot(places, mean, label=sweep.variants[name].label)
         axes.fill_between(places, mean - width, mean + width, alpha=0.3)
