@@ -129,7 +129,7 @@ def draw(found: Mapping[str, Sweep]) -> None:
         pairs["share"] = kept / count
         for _, own in pairs.groupby(["model", "variant"], sort=False):
             values = own.groupby("share")["value"]
-            mean = values.mean()
+            mean: Any = values.mean()
             width = values.agg(lambda own: Noise(own.std(), len(own) - 1).half_width(len(own)))
             label = own["variant"].iloc[0]
             axes.errorbar(mean.index, mean, width, marker="o", capsize=2, label=label)
@@ -170,7 +170,7 @@ def bands(axes: Any, sweep: Sweep, unit: str) -> None:
         {share: noise(own, "value").half_width(sweep.n) for share, own in curves.groupby("share")}
     )
     for name, own in curves.groupby("variant"):
-        mean: Any = own.groupby("share")["value"].mean()
+        mean = own.groupby("share")["value"].mean()
         places = mean.index * own[unit].mean()
         axes.plot(places, mean, label=sweep.variants[name].label)
         axes.fill_between(places, mean - width, mean + width, alpha=0.3)
