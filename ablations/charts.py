@@ -164,7 +164,7 @@ def curves_of(sweep: Sweep) -> Any:
 
 
 def bands(axes: Any, sweep: Sweep, unit: str) -> None:
-    """Draw results during training over a unit, with the interval of their σ at each validation."""
+    """Draw results during training; each validation has one σ, pooled over the variants."""
     curves = curves_of(sweep)
     width = pd.Series(
         {share: noise(own, "value").half_width(sweep.n) for share, own in curves.groupby("share")}
