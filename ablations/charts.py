@@ -52,6 +52,7 @@ ONE_STEP = {  # at the end; the growths are after 80, 50 and 25 % of the trainin
     "grown by zero keys": ("zero_key_80", "zero_key_50", "zero_key_25"),
     "grown by duplicates": ("duplicate_80", "duplicate_50", "duplicate_25"),
     "grown by random pairs": ("released_80", "released_50", "released_25"),
+    "ViT or Transformer, Net2Net": ("net2net_80", "net2net_50", "net2net_25", "reference"),
 }
 DURING = ("half", "large", *ONE_STEP["grown by zero keys"])
 LENGTHS = {"8 epochs, AdamW": "", "20 epochs, Muon": STEP.removeprefix(f"one_step/{BASE}")}
