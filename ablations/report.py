@@ -207,15 +207,17 @@ def tables(found: Mapping[str, Sweep]) -> str:
 
 
 def differences(found: Mapping[str, Sweep], text: str) -> str:
-    """Render the label, two variants of a sweep and their difference of each line of a marker."""
+    """Render the label, two variants of a sweep, n and difference of each line of a marker."""
     headings, *lines = text.strip().splitlines()
     rows = []
     for key, one, other, label in (line.split(maxsplit=3) for line in lines):
         sweep = found[key]
         stars = sweep.best.groupby("variant")["at_end"].first().map({True: "*", False: ""})
         means = texts(sweep.means[sweep.question.metric], "{:.2f}") + stars
-        rows.append((label, means[one], means[other], sweep.compared(one, other)))
-    columns = ["", *map(str.strip, headings.split("|")), "difference"]
+        sizes = sweep.best["variant"].value_counts()
+        n = "; ".join(dict.fromkeys(texts(sizes[[one, other]], "{}")))  # one, if both are equal
+        rows.append((label, means[one], means[other], n, sweep.compared(one, other)))
+    columns = ["", *map(str.strip, headings.split("|")), "n", "difference"]
     return markdown(pd.DataFrame(rows, columns=columns))
 
 

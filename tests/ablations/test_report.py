@@ -106,7 +106,7 @@ def test_a_difference_is_bold_beyond_its_interval_and_inside_the_grid(sweep):
     tried = sweep(*NINE, ("one", [9], {"lr": 2e-3}))
     assert tried.compared("one", "two") == "+9.00 ± 2.27"
     assert "| first one | 0.001* | 11.00 |" in report.table(tried, ["one", "two"])[0]
-    row = "| both | 11.00* | 2.00 | +9.00 ± 2.27 |\n"
+    row = "| both | 11.00* | 2.00 | 3 | +9.00 ± 2.27 |\n"
     assert report.differences({"which": tried}, "A | B\nwhich one two both").endswith(row)
 
 
@@ -187,7 +187,7 @@ def test_tables_are_written_and_checked(sweep, path, monkeypatch, tmp_path):
     report.main()
     assert "## Which one?\nWhich? Of two.\n`base`: 2 cores, small, float32" in tables.read_text()
     assert "old" not in page.read_text()
-    row = "| eight epochs | 11.00 | 2.00 | **+9.00 ± 2.27** |\n"
+    row = "| eight epochs | 11.00 | 2.00 | 3 | **+9.00 ± 2.27** |\n"
     assert page.read_text().endswith(f"{row}<!-- end -->\n")
     assert "one two -->**+9.00 ± 2.27**<!-- end --> points.\n" in page.read_text()
     monkeypatch.setattr("sys.argv", ["report.py", "--check"])
