@@ -34,7 +34,9 @@ LEADS = {  # epochs, sweep, TokenFormer, ViT; the last one also by epoch
         for epochs in (8, 20, 50)
     ),
     "AdamW, 64 tokens": ((60, STEM.format(60), "tokenformer_adamw", "vit_adamw"),),
-    "Muon, 64 tokens": ((24, STEM.format(24), "tokenformer_muon", "vit_muon"),),
+    "Muon, 64 tokens": tuple(
+        (epochs, STEM.format(epochs), "tokenformer_muon", "vit_muon") for epochs in (16, 24)
+    ),
 }
 UNITS = {"flops": "training FLOPs", "seconds": "seconds"}
 TUNINGS = {  # from few trained parameters to all
