@@ -108,6 +108,8 @@ def test_a_difference_is_bold_beyond_its_interval_and_inside_the_grid(sweep):
     assert "| first one | 0.001* | 11.00 |" in report.table(tried, ["one", "two"])[0]
     row = "| both | 11.00* | 2.00 | 3 | +9.00 ± 2.27 |\n"
     assert report.differences({"which": tried}, "A | B\nwhich one two both").endswith(row)
+    more = sweep(*NINE, ("one", [11], {"seed": 3}))
+    assert "| 2.00 | 4; 3 |" in report.differences({"which": more}, "A | B\nwhich one two both")
 
 
 @pytest.mark.parametrize(
