@@ -31,7 +31,7 @@ LEADS = {  # epochs, sweep, TokenFormer, ViT; the last one also by epoch
     ),
     "Muon": tuple(
         (epochs, f"recipes/{BASE}/train_cfg.max_epochs={epochs}", "tokenformer_muon", "vit_muon")
-        for epochs in (8, 20, 50)
+        for epochs in (8, 20, 50, 100)
     ),
     "AdamW, 64 tokens": ((60, STEM.format(60), "tokenformer_adamw", "vit_adamw"),),
     "Muon, 64 tokens": tuple(
