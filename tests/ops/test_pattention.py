@@ -114,16 +114,20 @@ def test_second_derivatives_are_refused(theta):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("theta", THETAS)
 def test_low_precision_error_is_no_larger_than_that_of_plain_pytorch(theta, dtype):
-    inputs, upstream = operands(394, 576, dtype), torch.randn(1, 394, OUT).to(dtype)
-    tau = torch.tensor(default_tau(theta, 576))
-    expected = exact(inputs, theta, tau, upstream)
-    stock = run(lambda *i: released(*i, theta), inputs, upstream)
-    actual = run(lambda *i: pattention(*i, theta, tau), inputs, upstream)
-    for name, a, b, c in zip(NAMES, actual, stock, expected, strict=True):
-        assert a.dtype == dtype
-        # Of softmax, a few rows can have most of the error: their rounding is chance.
-        ours, theirs = ((each.double() - c).norm(dim=-1).median() for each in (a, b))
-        assert ours <= 1.05 * theirs, name
+    tau, ratios = torch.tensor(default_tau(theta, 576)), []
+    for _ in range(3):  # a few tokens can have most of the error of softmax, by chance
+        inputs, upstream = operands(394, 576, dtype), torch.randn(1, 394, OUT).to(dtype)
+        expected = exact(inputs, theta, tau, upstream)
+        stock = run(lambda *i: released(*i, theta), inputs, upstream)
+        actual = run(lambda *i: pattention(*i, theta, tau), inputs, upstream)
+        assert {each.dtype for each in actual} == {dtype}
+        errors = [
+            [(each.double() - c).norm() for each, c in zip(own, expected, strict=True)]
+            for own in (actual, stock)
+        ]
+        ratios.append(torch.tensor(errors[0]) / torch.tensor(errors[1]))
+    medians = torch.stack(ratios).median(dim=0).values
+    assert (medians <= 1.05).all(), dict(zip(NAMES, medians, strict=True))
 
 
 def test_bfloat16_is_more_accurate_than_the_released_formula():
