@@ -28,6 +28,7 @@ LEADS = {  # epochs, sweep, TokenFormer, ViT; the last one also by epoch
         (8, f"early/{BASE}", "tokenformer", "vit"),
         (20, f"recipes/{BASE}/train_cfg.max_epochs=20", "tokenformer_adamw", "vit_adamw"),
         (50, f"recipes/{BASE}/train_cfg.max_epochs=50", "tokenformer_adamw", "vit_adamw"),
+        (100, f"recipes/{BASE}/train_cfg.max_epochs=100", "tokenformer_adamw", "vit_adamw"),
     ),
     "Muon": tuple(
         (epochs, f"recipes/{BASE}/train_cfg.max_epochs={epochs}", "tokenformer_muon", "vit_muon")
