@@ -34,7 +34,9 @@ LEADS = {  # epochs, sweep, TokenFormer, ViT; the last one also by epoch
         (epochs, f"recipes/{BASE}/train_cfg.max_epochs={epochs}", "tokenformer_muon", "vit_muon")
         for epochs in (8, 20, 50, 100)
     ),
-    "AdamW, 64 tokens": ((60, STEM.format(60), "tokenformer_adamw", "vit_adamw"),),
+    "AdamW, 64 tokens": tuple(
+        (epochs, STEM.format(epochs), "tokenformer_adamw", "vit_adamw") for epochs in (16, 60)
+    ),
     "Muon, 64 tokens": tuple(
         (epochs, STEM.format(epochs), "tokenformer_muon", "vit_muon") for epochs in (16, 24)
     ),
