@@ -107,10 +107,10 @@ def test_the_loss_is_the_mean_over_sizes(at, batch):
 
 
 def test_a_smaller_size_learns_labels_and_the_next_larger_size(at, batch):
-    model = build(distill=True)
-    torch.nn.init.normal_(model.head.fc.weight)
+    model = build(distill=True).double()
+    torch.nn.init.normal_(model.head.fc.weight, std=0.3)
     at(50)
-    images, scores = batch
+    images, scores = (each.double() for each in batch)
     model.loss(images, scores)["loss"].backward()
     own = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
