@@ -98,7 +98,7 @@ def test_a_text_ends_with_the_context(how, positions, embedded, tokens):
 def test_a_pipeline_with_its_defaults_ends_with_the_context(tmp_path):
     save_language_model(build(vocab_size=258), tmp_path, byte_tokenizer())
     write = pipeline("text-generation", model=str(tmp_path), device="cpu")
-    streamer = TextIteratorStreamer(write.tokenizer, timeout=60)
+    streamer = TextIteratorStreamer(write.tokenizer, timeout=60, skip_special_tokens=True)
     text = write("Hello", do_sample=False, streamer=streamer)[0]["generated_text"]
     assert text.startswith("Hello")
     assert "".join(streamer) == text
