@@ -50,8 +50,6 @@ def main(argv: list[str]) -> None:
     facts = {"Grown from": args.source.name, "New pairs": f"{args.init}; not trained since"}
     save_model(model, args.target, facts={"Growth": facts})
     settings = ["the new numbers of pairs"]
-    if any(name.endswith(".gate") for name in model.state_dict()):
-        settings.append("pattention_args=dict(gate='learned')")
     if len(model.sizes) > 1:
         settings.append(f"nested={list(model.sizes[:-1])}")
     print(f"Done. To train further, set load_from={args.target}/model.safetensors in the config,")

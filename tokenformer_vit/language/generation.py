@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import new_folder
-from tokenformer_vit.growth import TokenMasks
 
 # File next to a model that has separate pairs for each text.
 MASKS = "masks.pt"
@@ -44,7 +43,7 @@ def load_language_model(folder: Path, mask: str | None = None) -> Any:
     if mask is not None:
         if not (folder / MASKS).is_file():
             raise InputError(f"{folder} has no masks ({MASKS}), so there is no mask {mask!r}")
-        TokenMasks(model, torch.load(folder / MASKS, weights_only=True)).activate(mask)
+        (None)(model, torch.load(folder / MASKS, weights_only=True)).activate(mask)
     return model.eval()
 
 

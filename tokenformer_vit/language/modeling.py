@@ -35,7 +35,6 @@ from tokenformer_vit.models.causal_lm import (
     find_positions,
 )
 from tokenformer_vit.models.checkpoints import check_computation
-from tokenformer_vit.models.sizes import Size
 
 # Arguments of from_pretrained that say where the files of a model are.
 _PLACES = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -173,9 +172,6 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         _check_computation(model, pretrained_model_name_or_path, kwargs)
-        for name, layer in model.named_modules():  # transformers replaces tensors unchecked
-            if isinstance(layer, Pattention):  # perhaps in an adapter of peft, which it loads too
-                layer.check_nested(layer.state_dict(prefix=f"{name}."), f"{name}.")
         return loaded
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
@@ -194,7 +190,7 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Draw the weights of a layer; transformers protects tensors that it loaded."""
         if isinstance(module, Pattention):
-            tau: Any = module.nested_tau
+            tau: Any = module.tau
             loaded = tau.clone() if getattr(tau, "_is_hf_initialized", False) else None
             module.reset_parameters()
             if loaded is not None:  # no function of torch.nn.init fills it
@@ -318,11 +314,11 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
         self.post_init()
 
     @property
-    def sizes(self) -> tuple[Size, ...]:
+    def sizes(self) -> tuple[float, ...]:
         """The nested sizes, smallest first, then 1.0 for the whole model."""
         return self.model.sizes
 
-    def set_size(self, size: Size | None) -> None:
+    def set_size(self, size: float | None) -> None:
         """Use only the first pairs of every layer; see :meth:`.TokenFormerDecoder.set_size`."""
         self.model.set_size(size)
 

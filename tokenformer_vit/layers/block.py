@@ -107,7 +107,7 @@ class TokenFormerBlock(nn.Module):
 
         self.norm2 = block_norm(norm, dim, norm_eps, **place)
         pairs = int(dim * mlp_ratio) if num_ffn_param_tokens is None else num_ffn_param_tokens
-        self.mlp = Pattention(dim, dim, pairs, init_gain=residual_init_gain, **shared)
+        self.mlp = Pattention(dim, dim, pairs, kind="ffn", init_gain=residual_init_gain, **shared)
         self.mlp_drop = nn.Dropout(proj_drop)
         self.ls2 = layer_scale()
         self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
@@ -135,7 +135,4 @@ def token_arguments(
         name: numbers[0] if len(set(numbers)) == 1 else numbers
         for name, numbers in zip(COUNTS.values(), counts, strict=True)
     }
-    if (gate := blocks[0].mlp.gate) is not None:
-        kind = "learned" if isinstance(gate, nn.Parameter) else "fixed"
-        arguments["pattention_args"] = {**(pattention_args or {}), "gate": kind}
     return arguments

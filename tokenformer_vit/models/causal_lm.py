@@ -15,7 +15,7 @@ from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block, mo
 from tokenformer_vit.layers.block import token_arguments
 
 from .checkpoints import computation_of
-from .sizes import Size, nest_layers, nested_sizes, set_size
+from .sizes import model_sizes, nest_layers, nested_arguments, set_size
 
 EMBEDDING_STD = 0.02  # of the initial embeddings and head
 
@@ -42,6 +42,7 @@ class LMConfig:
         norm_eps: Epsilon of all norms.
         pattention_args: Arguments of all Pattention layers, and ``init``: scaled or released.
         nested: Smaller sizes that are trained as well; see :meth:`TokenFormerLM.set_size`.
+        nested_kinds: Kinds of layers that have sizes: qkv, proj, ffn; None for all.
     """
 
     vocab_size: int = 50_304
@@ -60,12 +61,14 @@ class LMConfig:
     norm: str = "none"
     norm_eps: float = 1e-5
     pattention_args: dict[str, Any] | None = None
-    nested: tuple[Size, ...] = ()
+    nested: tuple[float, ...] = ()
+    nested_kinds: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check the values that no layer checks."""
-        if isinstance(self.nested, list):  # as JSON and configs have it
-            object.__setattr__(self, "nested", tuple(self.nested))
+        for name in ("nested", "nested_kinds"):
+            if isinstance(value := getattr(self, name), list):  # as JSON and configs have it
+                object.__setattr__(self, name, tuple(value))
         if self.positions not in ("rotary", "learned"):
             raise InputError(f"positions must be rotary or learned, but got {self.positions!r}")
         dims = self.rotary_dims
@@ -236,7 +239,7 @@ class TokenFormerDecoder(nn.Module):
         for number, block in enumerate(self.blocks):
             block.attn.layer_idx = number  # type: ignore[union-attr]
         self.rotary_dims = config.rotary_dims
-        self.sizes = nest_layers(self, config.nested)
+        nest_layers(self, config.nested, config.nested_kinds)
         for module in self.children():
             if isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=EMBEDDING_STD)
@@ -298,15 +301,20 @@ class TokenFormerDecoder(nn.Module):
         angles = positions[:, None, :, None] * turns.repeat(2)
         return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
-    def set_size(self, size: Size | None) -> None:
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """The trained sizes, smallest first, then 1.0 for the whole model."""
+        return model_sizes(self)
+
+    def set_size(self, size: float | None) -> None:
         """Use only the first pairs of every layer, as :meth:`.TokenFormerViT.set_size` does."""
         set_size(self, size)
 
     def record_param_tokens(self) -> None:
         """Update the numbers of pairs and the sizes in ``config`` after growth or pruning."""
         own = token_arguments(self.blocks, self.shape.pattention_args)  # type: ignore[arg-type]
-        self.sizes = nested_sizes(self, self.sizes)
-        self.take(replace(self.shape, **own, nested=self.sizes[:-1]))
+        own = {"nested": (), "nested_kinds": None} | own | nested_arguments(self)
+        self.take(replace(self.shape, **own))
 
     def take(self, shape: LMConfig) -> None:
         """Keep a new shape."""

@@ -23,7 +23,7 @@ from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.ops import check_backend
 
 from . import checkpoints
-from .sizes import Size, nest_layers, nested_sizes, set_size
+from .sizes import model_sizes, nest_layers, nested_arguments, set_size
 
 
 class ChannelsLast(nn.Module):
@@ -75,8 +75,9 @@ class TokenFormerViT(VisionTransformer):
             ``mlp_ratio * embed_dim``.
         pattention_args: Arguments of all :class:`~tokenformer_vit.layers.Pattention` layers, such
             as ``learn_tau``; and ``init`` (``released``: as in the authors' code).
-        nested: Smaller sizes that are trained as well, such as ``(0.25, 0.5)``; see
-            :meth:`set_size`. The attribute ``sizes`` holds them, then 1.0 for the whole model.
+        nested: Smaller sizes that are trained as well, as shares of the pairs such as
+            ``(0.25, 0.5)``; see :meth:`set_size`.
+        nested_kinds: Kinds of layers that have sizes: ``qkv``, ``proj``, ``ffn``; ``None`` for all.
         use_rot_pos_emb: Also rotate queries and keys of patches by row and column. With
             ``dynamic_img_size``, TorchScript cannot compile the model; ``torch.export`` can.
         rope_temperature: Base of the rotary frequencies.
@@ -97,6 +98,8 @@ class TokenFormerViT(VisionTransformer):
         MAE, arXiv:2111.06377, Table 11, which also gives the LayerNorm eps of 1e-6.
     """
 
+    __jit_unused_properties__ = ("sizes",)
+
     def __init__(
         self,
         theta: str = "gelu_l2",
@@ -106,7 +109,8 @@ class TokenFormerViT(VisionTransformer):
         num_proj_param_tokens: Counts = None,
         num_ffn_param_tokens: Counts = None,
         pattention_args: dict[str, Any] | None = None,
-        nested: Sequence[Size] = (),
+        nested: Sequence[float] = (),
+        nested_kinds: Sequence[str] | None = None,
         use_rot_pos_emb: bool = False,
         rope_temperature: float = 10000.0,
         embed_dim: int = 768,
@@ -154,7 +158,7 @@ class TokenFormerViT(VisionTransformer):
         if use_rot_pos_emb:
             place = {name: kwargs.get(name) for name in ("device", "dtype")}
             self._rotate(embed_dim // num_heads, rope_temperature, **place)
-        self.sizes = nest_layers(self, nested)
+        nest_layers(self, nested, nested_kinds)
 
     def _rotate(self, width: int, temperature: float, **place: Any) -> None:
         self.rope = RotaryEmbeddingCat(
@@ -190,15 +194,20 @@ class TokenFormerViT(VisionTransformer):
             if isinstance(module, BlockLayerNorm | Pattention):
                 module.backend = backend
 
-    def set_size(self, size: Size | None) -> None:
-        """Use only the first pairs of every layer; it is not saved with the model.
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """The trained sizes, smallest first, then 1.0 for the whole model."""
+        return model_sizes(self)
 
-        With gradient checkpointing, the backward pass needs the same size.
+    def set_size(self, size: float | None) -> None:
+        """Use only the first pairs of every sized layer; it is not saved with the model.
+
+        With gradient checkpointing, the backward pass needs the same size. The layers hold the
+        size, so it is not thread-safe: give each thread a model of its own, by ``extract``.
 
         Args:
-            size: Share of the pairs of every layer, above 0 and at most 1; or a dict of shares
-                (floats) and numbers of pairs (ints) by kind (``qkv``, ``proj``, ``ffn``). ``None``
-                for all pairs. It need not be one of ``sizes``.
+            size: Share of the pairs of a layer, above 0 and at most 1; ``None`` for all pairs. It
+                need not be one of ``sizes``.
         """
         set_size(self, size)
 
@@ -208,14 +217,13 @@ class TokenFormerViT(VisionTransformer):
 
     def record_param_tokens(self) -> None:
         """Update the arguments from which timm rebuilds this model, after its pairs changed."""
-        self.sizes = nested_sizes(self, self.sizes)
         if not len(self.blocks):
             return
         args: dict[str, Any] = self._model_args  # what timm's get_model_args() returns
         args |= token_arguments(self.blocks, args.get("pattention_args"))  # type: ignore[arg-type]
-        args.pop("nested", None)
-        if nested := self.sizes[:-1]:
-            args["nested"] = nested
+        for name in ("nested", "nested_kinds"):
+            args.pop(name, None)
+        args |= nested_arguments(self)
 
     def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
         """Remove the last blocks as timm does; the model is then saved with those that are left."""
