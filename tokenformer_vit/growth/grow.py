@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import Counts, released_stds
 from tokenformer_vit.layers.pattention import TOKENS
-from tokenformer_vit.models.sizes import model_sizes
+from tokenformer_vit.models.sizes import kind_of, model_sizes
 from tokenformer_vit.ops import default_tau
 
 from .resize import (
@@ -21,6 +21,7 @@ from .resize import (
     Model,
     counts_by_layer,
     follow,
+    pattention_layers,
     read_state,
     unwrapped,
     unwrapped_layers,
@@ -62,8 +63,8 @@ def grow(
         init: Start of new pairs. ``zero_key`` (zero keys, random values; not for ``softmax``) and
             ``duplicate`` (copies that share the values, for a multiple of the present count) keep
             the outputs. ``random`` and ``released`` (random, τ of the new count) do not.
-        nested: Whether the present size becomes a nested size, as it does in a nested model. It
-            computes bit for bit what it did, if only new pairs are trained.
+        nested: Whether the present size becomes a nested size of the kinds that grow, as it does
+            in a nested model. It computes bit for bit what it did, if only new pairs are trained.
         seed: Seed of the random numbers, which differ between layers and between old counts.
         split: Store new pairs in separate parameters, ``new_key_param_tokens`` and
             ``new_value_param_tokens``. Those of an earlier growth become old pairs.
@@ -105,13 +106,17 @@ def grow(
             generator = torch.Generator().manual_seed(int.from_bytes(draws[:7], "little"))
             depth = depths[re.sub(r"\d+", "", name)]
             after[name] = _grown(name, layers[name], growing[name], init, depth, generator)
+    sized = {name for name, layer in layers.items() if layer.sized}
     if growing and (nested or any(state.nested for state in before.values())):
         if init == "duplicate":
             raise InputError(
                 "init is 'duplicate', which changes the values of old pairs and with them the "
                 "smaller sizes of a nested model: choose another init"
             )
-        after |= _with_present_sizes(model, layers, before, after)
+        if not any(state.nested for state in before.values()):
+            kinds = {kind_of(name, layers[name]) for name in growing}
+            sized = {name for name, layer in layers.items() if kind_of(name, layer) in kinds}
+        after |= _with_present_sizes(model, sized, before, after)
     changed = {
         name: state
         for name, state in after.items()
@@ -121,6 +126,8 @@ def grow(
     optimizers = unwrapped(optimizer)
     split = split or freeze is not None or new_lr_scale is not None
     merged_into = write_states(model, changed, split, optimizers, moments)
+    for name, layer in layers.items():
+        layer.sized = name in sized
     if freeze:  # before the optimizer, which takes only what is trained
         freeze_old(model)
     follow(optimizers, model, [layers[name] for name in changed], merged_into, new_lr_scale)
@@ -199,27 +206,27 @@ def _draw(like: Tensor, rows: int, generator: torch.Generator, std: float | None
 
 def _with_present_sizes(
     model: nn.Module,
-    layers: Mapping[str, Pattention],
+    sized: Collection[str],
     before: Mapping[str, LayerState],
     after: Mapping[str, LayerState],
 ) -> dict[str, LayerState]:
     """Return the sized layers after growth with their sizes of before, and the present one."""
-    sized = {name: after[name] for name, layer in layers.items() if layer.sized}
-    nested = []
+    layers, nested = pattention_layers(model), []
     for size in model_sizes(model):
-        counts = {name: layers[name].count_at(size) for name in sized}
-        share = common_share((counts[name], state.num) for name, state in sized.items())
-        if share is None or share == 1:
+        counts = [(layers[name].count_at(size), after[name].num) for name in sized]
+        share = common_share(counts)
+        if share in (None, 1) or any(
+            after[n].num != before[n].num for n in after if n not in sized
+        ):
             raise InputError(
-                f"the size {size:g} of before would be {counts} pairs, which is no share of all "
-                "layers: let the sized layers of a nested model grow by one factor"
+                f"the size {size:g} of before would be no share of all layers that have sizes: let "
+                "these layers alone grow, all by one factor"
             )
         nested.append(share)
+    taus = {name: (before[name].tau.view(-1), after[name].tau.view(-1)) for name in sized}
     return {
-        name: state._replace(
-            nested=tuple(nested), tau=torch.cat((before[name].tau.view(-1), state.tau.view(-1)))
-        )
-        for name, state in sized.items()
+        name: after[name]._replace(nested=tuple(nested), tau=torch.cat(taus[name]))
+        for name in sized
     }
 
 

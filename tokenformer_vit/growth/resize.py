@@ -175,8 +175,13 @@ def _replace(
             )
         state = _grown_state(owner, change) if owner is not None and moments == "keep" else {}
         states.append((owner, state))
+    # The cache of autocast holds weak references. torch.utils.swap_tensors, the public way, also
+    # refuses those of Python, which torch.compile holds, and a graph that is alive but done with.
+    torch.clear_autocast_cache()
     for parameter, *_ in changes:  # a weak reference of C++ forbids the swap: try all before one
-        _swap(parameter, parameter.detach(), parameter.requires_grad)
+        other = nn.Parameter(parameter.detach(), parameter.requires_grad)
+        torch._C._swap_tensor_impl(parameter, other)
+        torch._C._swap_tensor_impl(parameter, other)
     for (parameter, data, old_parts), (owner, state) in zip(changes, states, strict=True):
         grads = [part.grad if moments else None for part in old_parts]
         grad = None
@@ -201,9 +206,6 @@ def _swap(parameter: nn.Parameter, data: Tensor, trains: bool) -> None:
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks") if trains else ():
         if (hooks := getattr(parameter, name)) is not None:
             setattr(new, name, hooks)
-    # The cache of autocast holds weak references. torch.utils.swap_tensors, the public way, also
-    # refuses those of Python, which torch.compile holds, and a graph that is alive but done with.
-    torch.clear_autocast_cache()
     torch._C._swap_tensor_impl(parameter, new)
 
 
