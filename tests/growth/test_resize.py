@@ -369,6 +369,15 @@ def test_several_optimizers_go_on(make, split):
     assert all((p != before[name]).any() for name, p in model.named_parameters())
 
 
+def test_an_optimizer_of_what_does_not_grow_need_not_be_given():
+    model = build(pattention_args={"learn_tau": True})
+    muon, adamw = muon_and_adamw(model)
+    step(model, muon)
+    grow(model, num_ffn_param_tokens=160, optimizer=muon, split=True)
+    step(model, adamw)
+    step(model, muon)
+
+
 def test_pytorchs_own_way_to_add_parameters_works():
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -84,9 +84,7 @@ def test_weights_are_averaged_as_by_mmengine_after_growth(split):
         ([{"epoch": 1, "embed_dim": 120}], {}, "unexpected keyword argument 'embed_dim'"),
         ([{"epoch": 3, "num_ffn_param_tokens": 120}], {}, "of 18, which leaves 0"),
         ([*SCHEDULE, {"iteration": 15, "num_ffn_param_tokens": 110}], {}, "has 120 pairs"),
-        (SCHEDULE, {"gate": "fixed"}, "open_iters"),
-        (SCHEDULE, {"gate": "fixed", "open_iters": 7}, "6 iterations after one"),
-        (SCHEDULE, {"freeze": "old"}, "a learned gate is one parameter"),
+        (SCHEDULE, {}, "softmax, which gives a zero key"),
     ],
 )
 def test_growth_that_would_not_come_to_pass_is_said(schedule, how, message):
@@ -94,17 +92,9 @@ def test_growth_that_would_not_come_to_pass_is_said(schedule, how, message):
     model = timm.create_model("tokenformer_tiny", **sizes, theta="softmax")
     length = {"train_dataloader": range(6), "train_loop": None, "max_iters": 18}
     runner = SimpleNamespace(model=model, **length)
-    GrowthHook(SCHEDULE, gate="fixed", open_iters=6).before_train(runner)
+    GrowthHook(SCHEDULE, init="random").before_train(runner)
     with pytest.raises((InputError, TypeError), match=message):
         GrowthHook(schedule, **how).before_train(runner)
-
-
-@pytest.mark.slow
-def test_fixed_gates_open(train, own, tmp_path):
-    softmax = "model = dict(backbone=dict(theta='softmax'))"
-    train.of(own(growing(gate="fixed", open_iters=4) + softmax))(tmp_path / "gates")
-    model = timm.create_model(f"local-dir:{tmp_path / 'gates'}", pretrained=True)
-    assert (model.blocks[0].mlp.gate == 1).all()
 
 
 @pytest.mark.slow

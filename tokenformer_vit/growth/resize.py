@@ -130,7 +130,8 @@ def write_states(
             old, *new = parts = layers[name].parts(token)
             changes.append(GrownParameter(old, data[: num_old[name]].clone(), parts))
             merged_into |= dict.fromkeys(new, old)
-        if isinstance(tau := layers[name].tau, nn.Parameter):
+        tau = layers[name].tau
+        if isinstance(tau, nn.Parameter) and tau.shape != state.tau.shape:
             changes.append(GrownParameter(tau, state.tau.to(tau).clone(), [tau]))
     _replace(changes, optimizers, moments)
     for layer in layers.values():
@@ -143,6 +144,8 @@ def write_states(
             setattr(layer, f"new_{token}", nn.Parameter(new, trains) if len(new) else None)
         if not isinstance(layer.tau, nn.Parameter):
             layer.tau = state.tau.to(layer.tau).clone()  # not in place: a live graph may need it
+        elif not torch.equal(layer.tau, state.tau.to(layer.tau)):
+            layer.tau.copy_(state.tau)
         layer.nested = state.nested
     for layer in layers.values():
         layer.size = 1.0
