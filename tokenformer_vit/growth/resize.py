@@ -133,7 +133,7 @@ def write_states(
         tau = layers[name].tau
         if isinstance(tau, nn.Parameter) and tau.shape != state.tau.shape:
             changes.append(GrownParameter(tau, state.tau.to(tau).clone(), [tau]))
-    _replace(changes, optimizers, moments)
+    resize(changes, optimizers, moments)
     for layer in layers.values():
         layer.active = None
     for name, state in states.items():
@@ -159,7 +159,8 @@ def write_states(
     return merged_into
 
 
-def _replace(
+@torch.no_grad()
+def resize(
     changes: Sequence[GrownParameter], optimizers: Sequence[Optimizer], moments: str | None
 ) -> None:
     """Give parameters new data, with their gradients and optimizer state, or change nothing."""
@@ -240,15 +241,13 @@ def _grown_state(optimizer: Optimizer, change: GrownParameter) -> dict[str, Any]
 
 
 def _with_rows(data: Tensor, values: Sequence[Tensor | None], parts: Sequence[Tensor]) -> Tensor:
-    """Write values of the shapes of ``parts``, where there are some, over the first rows."""
+    """Write values of the shapes of ``parts``, where they exist, over the first rows of data."""
     start = 0
     for value, part in zip(values, parts, strict=True):
-        rows = len(part) if part.dim() else 1
-        if value is not None and data.dim():
-            data[start : start + rows] = value
-        elif value is not None:
-            data.copy_(value)
-        start += rows
+        shape = part.shape or (1,) * data.dim()  # a τ () that becomes the first of several
+        if value is not None:
+            data[(slice(start, start + shape[0]), *map(slice, shape[1:]))] = value
+        start += shape[0]
     return data
 
 

@@ -135,9 +135,12 @@ def candidates(
             read = dict.fromkeys(kinds, keep)
             if method == "top-k":
                 made.append(Candidate(method, keep, model, read))
-            else:
-                smaller = extract(model, read) if method == "nested" else pruned(numbers)
+            elif method == "nested":
+                of_all = set(kinds) == {*KINDS}
+                smaller = extract(model, keep) if of_all else extract(model, **numbers)
                 made.append(Candidate(method, keep, smaller))
+            else:
+                made.append(Candidate(method, keep, pruned(numbers)))
     return made
 
 
