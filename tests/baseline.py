@@ -8,13 +8,12 @@ comparable within an hour: run two versions in turn, each with its checkout as P
 - classes: what both shipped models predict for the 10,000 test images of CIFAR-10;
 - speed: training and inference on a CPU, compiled, relative to a ViT of the same size;
 - decoding: time of a token of the language model ``tiny``, relative to a Transformer;
-- calls: Python functions of this package that a block calls;
+- calls: Python functions of this package that a block calls, forward and in a training step;
 - training: ``cifar10_micro_50k`` with three seeds: top-1 and images a second (10 minutes or more).
 """
 
 import argparse
 import io
-import itertools
 import json
 import os
 import statistics
@@ -181,21 +180,23 @@ def measure_decoding() -> dict[str, float]:
     return {"ours / Transformer": round(statistics.median(ratios), 3)}
 
 
-def count_calls() -> int:
-    """Return how many Python functions of this package one block calls in a forward pass."""
-    block = blocks_of(timm.create_model("tokenformer_tiny", img_size=32))[0].train()
+def count_calls() -> dict[str, int]:
+    """Return how many Python functions of this package one block calls."""
+    block = blocks_of(timm.create_model("tokenformer_tiny", img_size=32))[0]
     x = torch.randn(2, 5, 192, requires_grad=True)
-    block(x)
-    own, calls = str(Path(tokenformer_vit.__file__).parent), itertools.count()
+    own, calls = str(Path(tokenformer_vit.__file__).parent), [0]
 
     def trace(frame, event, arg):
-        if event == "call" and frame.f_code.co_filename.startswith(own):
-            next(calls)
+        calls[-1] += event == "call" and frame.f_code.co_filename.startswith(own)
 
-    sys.setprofile(trace)
     block(x)
-    sys.setprofile(None)
-    return next(calls)
+    for step in (lambda: block.eval()(x), lambda: block.train()(x).sum().backward()):
+        calls.append(0)
+        with torch.set_grad_enabled(len(calls) > 2):
+            sys.setprofile(trace)
+            step()
+            sys.setprofile(None)
+    return dict(zip(("forward", "training step"), calls[1:], strict=True))
 
 
 def measure_training() -> dict[str, list[float]]:
