@@ -49,19 +49,13 @@ MODULES = {
 
 def vision(name, **kwargs):
     model: Any = timm.create_model(name, **{"num_classes": 7, **SMALL, **kwargs})
-    if name.startswith("tokenformer"):
-        model.set_backend("reference")
     for block in model.blocks:
         block.attn.fused_attn = False
     return model
 
 
 def language(**changes):
-    model = TokenFormerLM(LMConfig(**{**SHAPE, "rotary_share": 0.5, **changes}))
-    for layer in model.modules():
-        if isinstance(layer, Pattention):
-            layer.backend = "reference"
-    return model
+    return TokenFormerLM(LMConfig(**{**SHAPE, "rotary_share": 0.5, **changes}))
 
 
 def count(model, num_tokens=None, backward=False):
@@ -134,7 +128,7 @@ def test_a_transformer(positions, tie):
 def test_growth_and_pairs_that_are_not_read(make):
     model = make()
     grow(model, num_ffn_param_tokens=120, num_qkv_param_tokens=90)
-    model.blocks[0].attn.key = Pattention(24, 24, 9, backend="reference")
+    model.blocks[0].attn.key = Pattention(24, 24, 9)
     split_tokens(model.blocks[1].mlp, 60)  # old pairs and new ones in parameters of their own
     whole = total(check(model))
     model.blocks[0].attn.query.active = torch.arange(0, 90, 3)
