@@ -45,7 +45,7 @@ bench compile 4 --rounds 1 --batch-sizes $batches # fills the compiler's cache m
 wait
 bench train 5 --modes train --batch-sizes $batches
 bench infer 3 --modes infer --batch-sizes $batches
-bench profile 1 --profile --backends auto
+bench profile 1 --profile
 [[ -e $out/results.csv ]] || cp ablations/{results.csv,curves.parquet} "$out"
 export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 # ten processes keep 16 cores busy; MPS lets all compute
 nvidia-cuda-mps-control -d && timeout 60 python3 -c "import torch; print(torch.ones(1).cuda())" ||

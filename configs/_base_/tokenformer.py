@@ -13,7 +13,6 @@ model = dict(
         checkpoint_path="",  # weights to start from: an exported folder's model.safetensors
         frozen=False,  # True trains only the head: a linear probe
         compile=False,
-        backend="auto",  # how Pattention is computed; see tokenformer_vit/ops/README.md
     ),
     neck=None,
     head=dict(

@@ -6,6 +6,7 @@ from torch import nn
 
 from tokenformer_vit.benchmarking import measures, reports
 from tokenformer_vit.benchmarking.benchmark import (
+    IMPLEMENTATIONS,
     MATCHED,
     PRECISIONS,
     Group,
@@ -21,8 +22,7 @@ from tokenformer_vit.models import LMConfig
 
 CPU = torch.device("cpu")
 IMAGES = Images("tokenformer_tiny", "vit_tiny_patch16_224", 32, 1)
-NAMES = ("baseline", "released", "reference", "auto")
-EAGER = [Variant(name, False) for name in NAMES]
+EAGER = [Variant(name, False) for name in IMPLEMENTATIONS]
 
 
 @pytest.fixture
@@ -50,16 +50,16 @@ def test_the_matched_vit_costs_as_much_and_has_random_weights():
     assert not torch.equal(vit.cls_token, other.cls_token)
 
 
-def test_released_computes_what_the_reference_does():
-    reference, released = (build(IMAGES._replace(depth=2), name) for name in NAMES[2:0:-1])
-    for layer in reference.modules():
+def test_released_computes_what_ours_does():
+    ours, released = (build(IMAGES._replace(depth=2), name) for name in ("auto", "released"))
+    for layer in ours.modules():
         if isinstance(layer, Pattention):
             layer.eps = 0.0
             layer.tau = torch.tensor(layer.num_param_tokens, dtype=torch.float64).sqrt()
     assert not any(isinstance(layer, Pattention) for layer in released.modules())
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     features, gradients = [], []
-    for model in (reference.double(), released.double()):
+    for model in (ours.double(), released.double()):
         tokens = model.forward_features(images)
         tokens.square().sum().backward()
         features.append(tokens)
@@ -121,7 +121,7 @@ def test_what_does_not_fit_drops_out(monkeypatch):
 
 
 @pytest.mark.usefixtures("plain_attention")
-@pytest.mark.parametrize("name", ["baseline", "reference"])
+@pytest.mark.parametrize("name", ["baseline", "auto"])
 @pytest.mark.parametrize("mode", Language.modes)
 def test_flops_of_language(name, mode, language):
     group = Group(mode, "float32", 3)
@@ -139,7 +139,7 @@ def test_flops_of_language(name, mode, language):
     assert parameters == sum(p.numel() for p in run.model.parameters())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @torch.no_grad()
 def test_what_is_timed_is_the_language_model(name, language):
     results = []
@@ -162,7 +162,7 @@ def test_what_is_timed_is_the_language_model(name, language):
 
 
 def test_all_start_with_the_same_weights(language):
-    models = [build(language, name, 7) for name in NAMES[1:]]
+    models = [build(language, name, 7) for name in IMPLEMENTATIONS[1:]]
     for one, *others in zip(*(model.parameters() for model in models), strict=True):
         assert all(torch.equal(one, other) for other in others)
 
@@ -181,11 +181,10 @@ def test_a_group_of_language(mode, precision, language):
 @pytest.mark.parametrize("mode", ["train", "infer", "prefill"])
 def test_all_variants_compiled(mode, precision, language):
     subject = language if mode == "prefill" else IMAGES
-    compared = [Variant(name, compiled) for name in NAMES for compiled in (False, True)]
+    compared = [Variant(name, compiled) for name in IMPLEMENTATIONS for compiled in (False, True)]
     entry = measure_group(subject, CPU, Group(mode, precision, 2), compared, 3)
     assert [row["variant"] for row in entry["variants"]] == list(map(str, compared))
     assert all(min(row["seconds"]) > 0 for row in entry["variants"])
     if mode == "train":
         saved = {row["variant"]: row["saved_mb_per_image"] for row in entry["variants"]}
         assert saved["auto compiled"] == pytest.approx(saved["auto eager"], rel=0.05)
-        assert saved["reference compiled"] < saved["reference eager"]

@@ -48,19 +48,13 @@ MODULES = {
 
 def vision(name, **kwargs):
     model: Any = timm.create_model(name, **{"num_classes": 7, **SMALL, **kwargs})
-    if name.startswith("tokenformer"):
-        model.set_backend("reference")
     for block in model.blocks:
         block.attn.fused_attn = False
     return model
 
 
 def language(**changes):
-    model = TokenFormerLM(LMConfig(**{**SHAPE, "rotary_share": 0.5, **changes}))
-    for layer in model.modules():
-        if isinstance(layer, Pattention):
-            layer.backend = "reference"
-    return model
+    return TokenFormerLM(LMConfig(**{**SHAPE, "rotary_share": 0.5, **changes}))
 
 
 def count(model, num_tokens=None, backward=False):

@@ -76,7 +76,7 @@ def measured(monkeypatch):
 def test_record_of_every_finished_group_and_chart(measured, tmp_path, capsys):
     path = tmp_path / "speed.json"
     words = [*TINY, "--out", str(path), "--rounds", "4", "--precisions", "float32"]
-    words += ["--backends", "auto", "--modes", "train", "--batch-sizes", "4"]
+    words += ["--modes", "train", "--batch-sizes", "4"]
     with pytest.raises(KeyboardInterrupt):
         benchmark.main([*words, "13"])
     record = json.loads(path.read_text())
@@ -128,7 +128,7 @@ def test_compilation_that_is_switched_off(monkeypatch):
 
 
 def test_profile(capsys):
-    benchmark.main([*TINY, "--profile", "--eager", "--backends", "auto", "--batch-sizes", "1"])
+    benchmark.main([*TINY, "--profile", "--eager", "--batch-sizes", "1"])
     printed = capsys.readouterr().out
     assert printed.count("Self CPU time total") == 3
     assert printed.count("aten::addmm ") >= 1

@@ -56,7 +56,7 @@ def test_blocks_have_no_linear_layer_and_the_description_is_the_recipe_s(name):
     assert not list(model.blocks[0].norm1.parameters())
     if name.endswith("_rope_reg4"):
         assert (model.num_reg_tokens, model.num_prefix_tokens, model.global_pool) == (4, 5, "token")
-        assert all(block.attn.rope.pos_embed.shape == (196, 2 * 64) for block in model.blocks)
+        assert model.rope.pos_embed.shape == (196, 2 * 64)
         assert isinstance(model.blocks[0].attn.q_norm, BlockRMSNorm)
         assert model.blocks[0].ls1.gamma.shape == (model.embed_dim,)
     final = ["weight"] if name.endswith("_rope_reg4") else ["weight", "bias"]

@@ -84,7 +84,7 @@ def test_nested_sizes_are_saved_with_the_model(small, images, tmp_path, kinds):
     loaded = load_model(None, tmp_path / "model")
     assert loaded.sizes == model.sizes == (*sizes, 1.0)
     for kwargs in ({"nested": ()}, {"nested": (0.25,)}, {"nested": (0.25, 0.5)}):
-        with pytest.raises(InputError, match="nested|tau is"):
+        with pytest.raises(InputError, match=r"nested|tau is"):
             load_model(None, tmp_path / "model", **kwargs)
     for size in (*sizes, 0.6):
         model.set_size(size)

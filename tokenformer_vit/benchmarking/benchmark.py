@@ -1,4 +1,4 @@
-"""Measure a TokenFormer, its plain formulas, the authors' formula and a baseline in turns."""
+"""Measure a TokenFormer, the authors' formula and a baseline in turns."""
 
 import gc
 import itertools
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import profile
 from tqdm import tqdm
 
-from tokenformer_vit.layers import BlockLayerNorm, BlockNorm, Pattention
+from tokenformer_vit.layers import BlockLayerNorm, Pattention
 from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.models.compilation import blocks_of
 
@@ -25,7 +25,7 @@ from .matched import matched_vit
 
 CLASSES = 1000
 MATCHED = "matched-vit"  # a baseline: the ViT of the same width and depth with as many weights
-BACKENDS = ("reference", "auto")
+IMPLEMENTATIONS = ("baseline", "released", "auto")
 # Dtype of the weights, dtype of the matrix products, and the name in a record.
 PRECISIONS = {
     "float32": (torch.float32, torch.float32, "float32"),
@@ -43,7 +43,7 @@ class Group(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """``baseline``, ``released`` (the authors' formula) or one of ``BACKENDS``; compiled or not."""
+    """``baseline``, ``released`` (the authors' formula) or ``auto`` (ours); compiled or not."""
 
     implementation: str
     compiled: bool
@@ -95,7 +95,7 @@ class Images(NamedTuple):
     def costs(self, baseline: bool) -> tuple[int, dict[str, int]]:
         """Count the parameters, and the FLOPs per image in each mode."""
         with torch.device("meta"), torch.no_grad():
-            model = build(self, "baseline" if baseline else "reference").eval()
+            model = build(self, "baseline" if baseline else "auto").eval()
             images = torch.empty(1, 3, self.img_size, self.img_size)
             flops = measures.counted_flops(lambda: model(images))["Global"]
         count = sum(parameter.numel() for parameter in model.parameters())
@@ -192,11 +192,10 @@ class Language(NamedTuple):
 Subject = Images | Language
 
 
-def variants(group: Group, backends: Sequence[str], eager: bool) -> list[Variant]:
+def variants(group: Group, eager: bool) -> list[Variant]:
     """Return what to measure in a group; decoding is never compiled."""
     compiled = (False,) if eager or group.mode == "decode" else (False, True)
-    names = ("baseline", "released", *dict.fromkeys(backends))
-    return [Variant(*each) for each in itertools.product(names, compiled)]
+    return [Variant(*each) for each in itertools.product(IMPLEMENTATIONS, compiled)]
 
 
 def build(subject: Subject, implementation: str, seed: int = 0) -> Any:
@@ -204,8 +203,6 @@ def build(subject: Subject, implementation: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     model: Any = subject.create(implementation == "baseline")
     for parent in list(blocks_of(getattr(model, "base_model", model)).modules()):
-        if implementation in BACKENDS and isinstance(parent, BlockNorm | Pattention):
-            parent.backend = implementation  # type: ignore[assignment]
         for name, child in list(parent.named_children()) * (implementation == "released"):
             if isinstance(child, Pattention):
                 setattr(parent, name, Released(child))

@@ -1,7 +1,7 @@
 """Measure speed and memory of a TokenFormer against a baseline.
 
-One process measures the TokenFormer, its plain formulas (reference), the authors' formula with the
-same parameters (released) and the baseline, eager and with compiled blocks, in turns::
+One process measures the TokenFormer (auto), the authors' formula with the same parameters
+(released) and the baseline, eager and with compiled blocks, in turns::
 
     tokenformer-vit benchmark --depth 2 --precisions float32       # minutes on two CPU cores
     tokenformer-vit benchmark --batch-sizes 128 256 --precisions autocast bfloat16
@@ -25,7 +25,7 @@ from typing import Any
 import timm
 
 from tokenformer_vit.benchmarking import benchmark, reports
-from tokenformer_vit.benchmarking.benchmark import BACKENDS, MATCHED, PRECISIONS, Group, variants
+from tokenformer_vit.benchmarking.benchmark import MATCHED, PRECISIONS, Group, variants
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import LM_PRESETS, lm_config
 from tokenformer_vit.records import read_json, write_record
@@ -43,7 +43,6 @@ def main(argv: list[str]) -> None:
     add("--lm", choices=LM_PRESETS, metavar="PRESET", help=f"one of {', '.join(LM_PRESETS)}")
     add("--num-tokens", type=whole_number(2), metavar="N", help="default: the context length")
     add("--positions", choices=["learned", "rotary"], default="learned", help="of the Transformer")
-    add("--backends", nargs="+", choices=BACKENDS, default=[*BACKENDS], help="default: both")
     add("--modes", nargs="+", metavar="MODE", help="default: all modes")
     add("--precisions", nargs="+", choices=PRECISIONS, default=[*PRECISIONS], help="default: all")
     add("--batch-sizes", nargs="+", type=number, metavar="B", help="default: 4 to 128, by device")
@@ -69,7 +68,7 @@ def main(argv: list[str]) -> None:
     sizes = args.batch_sizes or [few if args.device.type == "cpu" else many]
     groups = list(itertools.starmap(Group, itertools.product(modes, args.precisions, sizes)))
     if args.profile:
-        found = variants(groups[0], args.backends, args.eager)
+        found = variants(groups[0], args.eager)
         for variant in [each for each in found if each.compiled] or found:
             print(f"{variant}\n{benchmark.profile_step(subject, args.device, groups[0], variant)}")
         return
@@ -77,7 +76,7 @@ def main(argv: list[str]) -> None:
     out = args.out or Path("work_dirs", f"speed_{args.lm or args.model}_{args.device.type}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     for group in groups:
-        found = variants(group, args.backends, args.eager)
+        found = variants(group, args.eager)
         entry = benchmark.measure_group(subject, args.device, group, found, args.rounds)
         reports.add_figures(entry, record)
         record["groups"].append(entry)

@@ -7,7 +7,6 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from timm.layers import (
-    RotaryEmbeddingCat,
     apply_rot_embed_cat,
     maybe_add_mask,
     resolve_self_attn_mask,
@@ -25,9 +24,8 @@ class Attention(nn.Module):
     """Token-token attention between Pattention projections for query, key, value and output.
 
     ``num_qkv_param_tokens`` is the number of pairs in each of query, key and value. ``norm_layer``
-    builds the norm of queries and keys from its width. A model sets ``rope``, the rotary positions
-    of the last tokens, and ``num_prefix_tokens``, the number of tokens before them. ``shared`` are
-    further arguments of all four projections.
+    builds the norm of queries and keys from its width. ``shared`` are further arguments of all four
+    projections.
 
     Source: TokenFormer, arXiv:2410.23168, Eq. 7 to 9.
     """
@@ -66,31 +64,26 @@ class Attention(nn.Module):
             num_param_tokens=num_proj_param_tokens, init_gain=proj_init_gain, kind="proj"
         )
         self.proj_drop = nn.Dropout(proj_drop)
-        self.rope: RotaryEmbeddingCat | None = None
-        self.num_prefix_tokens = 0
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map (B, N, C) tokens to (B, heads, N, head_dim) queries, keys and values."""
-        B, N, _ = x.shape
-        q = self.query(x).reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
-        k = self.key(x).reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
-        v = self.value(x).reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
-        return self.rotate(self.q_norm(q)), self.rotate(self.k_norm(k)), v
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotate (B, heads, N, head_dim) queries or keys by the positions of their patches."""
-        if self.rope is None:
-            return x
-        prefix, patches = x[:, :, : self.num_prefix_tokens], x[:, :, self.num_prefix_tokens :]
-        patches = apply_rot_embed_cat(patches, self.rope.get_embed(), half=True)
-        return torch.cat((prefix, patches), dim=2)
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        rope: Tensor | None = None,
     ) -> Tensor:
-        """Attend over (B, N, C) tokens; masks are those of ``F.scaled_dot_product_attention``."""
+        """Attend over (B, N, C) tokens; masks are those of ``F.scaled_dot_product_attention``.
+
+        ``rope`` has the rotary positions of the last R tokens as timm's ``RotaryEmbeddingCat``
+        gives them: (R, 2 head_dim), or (B, 1, R, 2 head_dim) where they differ by sample.
+        """
         B, N, C = x.shape
-        q, k, v = self.project(x)
+        shape = (B, N, self.num_heads, self.head_dim)
+        q = self.q_norm(self.query(x).reshape(shape).transpose(1, 2))  # (B, heads, N, head_dim)
+        k = self.k_norm(self.key(x).reshape(shape).transpose(1, 2))
+        v = self.value(x).reshape(shape).transpose(1, 2)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
 
         if self.fused_attn:
             dropout = self.attn_drop.p if self.training else 0.0
@@ -102,3 +95,10 @@ class Attention(nn.Module):
 
         x = x.transpose(1, 2).reshape(B, N, C)
         return self.proj_drop(self.proj(x))
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate the last of (B, heads, N, head_dim) queries or keys, as many as have a position."""
+    first = x.shape[2] - rope.shape[-2]
+    patches = apply_rot_embed_cat(x[:, :, first:], rope, half=True)
+    return torch.cat((x[:, :, :first], patches), dim=2)

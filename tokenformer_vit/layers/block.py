@@ -14,9 +14,9 @@ from .drop_path import DropPath
 from .norm import BlockLayerNorm, BlockRMSNorm, block_norm
 from .pattention import Pattention
 
-# timm passes these to every block; a block without linear layers does not use them.
+# timm passes these to every block; they have no effect here.
 _NORMS_AND_BIASES = {"norm_layer", "proj_bias", "qkv_bias", "scale_attn_norm", "scale_mlp_norm"}
-TIMM_ONLY = frozenset({"act_layer", "attn_layer", "mlp_layer"} | _NORMS_AND_BIASES)
+IGNORED_TIMM_ARGUMENTS = {"act_layer", "attn_layer", "mlp_layer"} | _NORMS_AND_BIASES
 
 
 class TokenFormerBlock(nn.Module):
@@ -43,7 +43,7 @@ class TokenFormerBlock(nn.Module):
         drop_path: Stochastic depth rate.
         device: Device of the parameters.
         dtype: Type of the parameters.
-        **timm_only: ``TIMM_ONLY`` and the index of the block; they have no effect.
+        **ignored: ``IGNORED_TIMM_ARGUMENTS`` and the index of the block, which have no effect.
 
     Raises:
         TypeError: If an argument is neither listed here nor passed by timm.
@@ -55,7 +55,7 @@ class TokenFormerBlock(nn.Module):
         TokenFormer, arXiv:2410.23168, Eq. 7 to 11; the feed-forward part is a single Pattention.
     """
 
-    attention: type[Attention] = Attention
+    attention_class: type[Attention] = Attention
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class TokenFormerBlock(nn.Module):
         drop_path: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **timm_only: object,
+        **ignored: object,
     ) -> None:
         super().__init__()
-        if unknown := timm_only.keys() - TIMM_ONLY - {"depth"}:
+        if unknown := ignored.keys() - IGNORED_TIMM_ARGUMENTS - {"depth"}:
             raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
 
         place: Any = {"device": device, "dtype": dtype}
@@ -90,7 +90,7 @@ class TokenFormerBlock(nn.Module):
             return LayerScale(dim, init_values, **place) if init_values else nn.Identity()
 
         self.norm1 = block_norm(norm, dim, norm_eps, **place)
-        self.attn = self.attention(
+        self.attn = self.attention_class(
             dim,
             num_heads,
             dim if num_qkv_param_tokens is None else num_qkv_param_tokens,
@@ -113,26 +113,23 @@ class TokenFormerBlock(nn.Module):
         self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        rope: Tensor | None = None,
     ) -> Tensor:
-        """Map (B, N, C) tokens to (B, N, C); for masks see :meth:`Attention.forward`."""
-        attended = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)
+        """Map (B, N, C) tokens to (B, N, C); arguments as for :meth:`Attention.forward`."""
+        attended = self.attn(self.norm1(x), attn_mask, is_causal, rope)
         x = x + self.drop_path1(self.ls1(attended))
         return x + self.drop_path2(self.ls2(self.mlp_drop(self.mlp(self.norm2(x)))))
 
 
-def token_arguments(
-    blocks: Sequence[Any], pattention_args: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return the arguments that build a model with the current pairs of its blocks.
-
-    These are the three numbers of pairs, each an int, or a list with one for each block; and
-    ``pattention_args`` with the gate, if there is one.
-    """
+def token_arguments(blocks: Sequence[Any]) -> dict[str, int | list[int]]:
+    """Return the three numbers of pairs of blocks: each an int, or a list with one for each."""
     layers = [(block.attn.query, block.attn.proj, block.mlp) for block in blocks]
     counts = [[layer.num_param_tokens for layer in kind] for kind in zip(*layers, strict=True)]
-    arguments: dict[str, Any] = {
+    return {
         name: numbers[0] if len(set(numbers)) == 1 else numbers
         for name, numbers in zip(COUNTS.values(), counts, strict=True)
     }
-    return arguments

@@ -173,7 +173,10 @@ class CausalAttention(Attention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Map (B, N, C) tokens to (B, N, C), and return the weights that ``attend`` returns."""
-        q, k, v = self.project(x)  # (B, heads, N, D)
+        shape = (*x.shape[:2], self.num_heads, self.head_dim)
+        q, k, v = (
+            layer(x).reshape(shape).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )  # (B, heads, N, D)
         if turns is not None:
             q, k = rotate(q, k, turns)
         if cache is not None:
@@ -185,7 +188,7 @@ class CausalAttention(Attention):
 class CausalBlock(TokenFormerBlock):
     """The block of the vision models, with :class:`CausalAttention` as its attention."""
 
-    attention = CausalAttention
+    attention_class = CausalAttention
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map (B, N, C) tokens to (B, N, C); other arguments as in :class:`CausalAttention`."""
@@ -312,9 +315,8 @@ class TokenFormerDecoder(nn.Module):
 
     def record_param_tokens(self) -> None:
         """Update the numbers of pairs and the sizes in ``config`` after growth or pruning."""
-        own = token_arguments(self.blocks, self.shape.pattention_args)  # type: ignore[arg-type]
-        own = {"nested": (), "nested_kinds": None} | own | nested_arguments(self)
-        self.take(replace(self.shape, **own))
+        own = {"nested": (), "nested_kinds": None} | token_arguments(self.blocks)  # type: ignore
+        self.take(replace(self.shape, **{**own, **nested_arguments(self)}))
 
     def take(self, shape: LMConfig) -> None:
         """Keep a new shape."""

@@ -36,6 +36,7 @@ _STATE_DICTS = ("state_dict_ema", "model_ema", "state_dict", "model")
 # Arguments that change what a model computes, but not the names or shapes of its tensors. Not the
 # base of rotary positions, which users change to read longer sequences.
 _HIDDEN = ("theta", "norm", "qk_norm", "num_heads", "norm_eps", "use_rot_pos_emb", "rotary_share")
+_HIDDEN += ("nested", "nested_kinds")
 
 _LICENSE = "apache-2.0 # of the code; check what your data allow, and correct this line"
 _UNREADABLE = (SafetensorError, BadZipFile, UnpicklingError, RuntimeError, EOFError)

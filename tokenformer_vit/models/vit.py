@@ -1,29 +1,40 @@
 """TokenFormer vision models: timm's VisionTransformer with TokenFormer blocks."""
 
-import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from timm.layers import LayerNorm, PatchEmbed, RmsNorm, RotaryEmbeddingCat
+from timm.layers import (
+    LayerNorm,
+    PatchDropoutWithIndices,
+    PatchEmbed,
+    RmsNorm,
+    RotaryEmbeddingCat,
+)
+from timm.models import checkpoint
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import VisionTransformer, feature_take_indices
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoint_filter_fn
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers import BlockLayerNorm, Pattention, TokenFormerBlock
-from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block, model_pattention_args
-from tokenformer_vit.layers.block import TIMM_ONLY, token_arguments
+from tokenformer_vit.layers import BlockRMSNorm, TokenFormerBlock
+from tokenformer_vit.layers.arguments import (
+    COUNTS,
+    EPS,
+    Counts,
+    counts_by_block,
+    model_pattention_args,
+)
+from tokenformer_vit.layers.block import IGNORED_TIMM_ARGUMENTS, token_arguments
 from tokenformer_vit.mmpretrain_names import timm_state_dict
-from tokenformer_vit.ops import check_backend
 
 from . import checkpoints
-from .sizes import model_sizes, nest_layers, nested_arguments, set_size
+from .sizes import find_layers, model_sizes, nest_layers, nested_arguments, set_size
 
 
 class ChannelsLast(nn.Module):
@@ -31,7 +42,12 @@ class ChannelsLast(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the same images, (N, C, H, W)."""
-        return x.contiguous(memory_format=torch.channels_last)
+        if torch.jit.is_scripting():
+            return x
+        elif not torch.compiler.is_exporting():  # which cannot guess a format for any batch size
+            x = x.permute(0, 2, 3, 1).contiguous()  # functorch knows no memory formats
+            x = x.permute(0, 3, 1, 2)
+        return x
 
 
 class ConvStem(PatchEmbed):
@@ -78,8 +94,7 @@ class TokenFormerViT(VisionTransformer):
         nested: Smaller sizes that are trained as well, as shares of the pairs such as
             ``(0.25, 0.5)``; see :meth:`set_size`.
         nested_kinds: Kinds of layers that have sizes: ``qkv``, ``proj``, ``ffn``; ``None`` for all.
-        use_rot_pos_emb: Also rotate queries and keys of patches by row and column. With
-            ``dynamic_img_size``, TorchScript cannot compile the model; ``torch.export`` can.
+        use_rot_pos_emb: Also rotate queries and keys of patches by row and column.
         rope_temperature: Base of the rotary frequencies.
         stem: ``patch``: one projection of each patch; or ``conv``: :class:`ConvStem`.
         drop_path_uniform: Give all blocks ``drop_path_rate``; by default it rises from 0.
@@ -98,7 +113,7 @@ class TokenFormerViT(VisionTransformer):
         MAE, arXiv:2111.06377, Table 11, which also gives the LayerNorm eps of 1e-6.
     """
 
-    __jit_unused_properties__ = ("sizes",)
+    __jit_unused_properties__ = ("sizes", "_model_args")
 
     def __init__(
         self,
@@ -120,8 +135,11 @@ class TokenFormerViT(VisionTransformer):
         drop_path_uniform: bool = False,
         **kwargs: Any,
     ) -> None:
-        for name in sorted(kwargs.keys() & {*TIMM_ONLY, "block_fn", "fix_init"}):
-            raise TypeError(f"TokenFormer has no linear layers in its blocks: leave out {name!r}")
+        for name in sorted(kwargs.keys() & {*IGNORED_TIMM_ARGUMENTS, "block_fn", "fix_init"}):
+            raise TypeError(
+                f"{name} does not apply to TokenFormer blocks, which have no linear layers and "
+                f"choose their norms by `norm`: leave out {name!r}"
+            )
         if kwargs.get("global_pool") in ("map", "prr"):
             raise TypeError("attention pools have linear layers: choose another global_pool")
         if rope_temperature <= 0:  # else every output is NaN
@@ -144,38 +162,84 @@ class TokenFormerViT(VisionTransformer):
         shape: Any = {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads}
         norm_layer: Any = partial(RmsNorm if norm == "rms" else LayerNorm, eps=norm_eps)
         super().__init__(**shape, block_fn=block_fn, norm_layer=norm_layer, **kwargs)  # type: ignore
-        # timm adds the arguments that it is given, once it has loaded the weights.
-        self._model_args: dict[str, Any] = {
-            "theta": theta,
-            "norm": norm,
-            "norm_eps": norm_eps,
-            "qk_norm": kwargs.get("qk_norm", False),
-            "num_heads": num_heads,
-            "use_rot_pos_emb": use_rot_pos_emb,
-            "pattention_args": dict(pattention_args) if pattention_args else None,
-        }
+        self._model_args = {"pattention_args": dict(pattention_args) if pattention_args else None}
         self.rope: RotaryEmbeddingCat | None = None
         if use_rot_pos_emb:
-            place = {name: kwargs.get(name) for name in ("device", "dtype")}
-            self._rotate(embed_dim // num_heads, rope_temperature, **place)
+            self.rope = RotaryEmbeddingCat(
+                embed_dim // num_heads,
+                temperature=rope_temperature,
+                in_pixels=False,
+                feat_shape=None if self.dynamic_img_size else self.patch_embed.grid_size,  # type: ignore
+                rotate_half=True,  # compiled for a CPU twice as fast as rotated neighbours
+                device=kwargs.get("device"),
+                dtype=kwargs.get("dtype"),
+            )
+            rate = kwargs.get("patch_drop_rate", 0.0)
+            self.patch_drop = PatchDropoutWithIndices(rate, self.num_prefix_tokens)
         nest_layers(self, nested, nested_kinds)
 
-    def _rotate(self, width: int, temperature: float, **place: Any) -> None:
-        self.rope = RotaryEmbeddingCat(
-            width,
-            temperature=temperature,
-            in_pixels=False,
-            feat_shape=self.patch_embed.grid_size,
-            rotate_half=True,  # compiled for a CPU twice as fast as rotated neighbours
-            **place,
-        )
+    def embed(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the (B, N, C) tokens of images, and the rotary positions of their patches."""
+        x = self.patch_embed(images)
+        if self.rope is None:
+            return self.norm_pre(self.patch_drop(self._pos_embed(x))), None
+        # Without a shape, it returns what it has kept for a fixed size.
+        rope = self.rope.get_embed([x.shape[1], x.shape[2]] if self.dynamic_img_size else None)
+        x, kept = self.patch_drop(self._pos_embed(x))
+        if kept is not None:
+            rope = rope[kept][:, None]  # (B, 1, kept patches, 2 head_dim)
+        return self.norm_pre(x), rope
+
+    def forward_features(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Map (B, in_chans, H, W) images to the (B, N, C) tokens that a head reads."""
+        x, rope = self.embed(x)
         for block in self.blocks:
-            attn: Any = block.attn
-            # Not one for all: torch.func.functional_call restores the wrong shared buffers.
-            attn.rope = copy.deepcopy(self.rope)
-            attn.num_prefix_tokens = self.num_prefix_tokens
-        if self.dynamic_img_size:  # TorchScript has no super(), which an override would call
-            self.patch_embed.register_forward_hook(self._follow_grid)
+            if self.grad_checkpointing and not torch.jit.is_scripting():
+                x = checkpoint(block, x, attn_mask, is_causal, rope)
+            else:
+                x = block(x, attn_mask, is_causal, rope)
+        return self.norm(x)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Any:
+        """Return the outputs of blocks; arguments and results are those of timm's method."""
+        if output_fmt not in ("NCHW", "NLC"):
+            raise InputError(f"output_fmt must be NCHW or NLC, but got {output_fmt!r}")
+        taken, last = feature_take_indices(len(self.blocks), indices)
+        grid = self.patch_embed.dynamic_feat_size(x.shape[-2:])  # type: ignore[arg-type]
+        x, rope = self.embed(x)
+        outputs = []
+        for index, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+            if self.grad_checkpointing:
+                x = checkpoint(block, x, attn_mask, is_causal, rope)
+            else:
+                x = block(x, attn_mask, is_causal, rope)
+            if index in taken:
+                outputs.append(self.norm(x) if norm else x)
+        prefix = [y[:, : self.num_prefix_tokens] for y in outputs]
+        patches = [y[:, self.num_prefix_tokens :] for y in outputs]
+        if output_fmt == "NCHW":
+            patches = [y.transpose(1, 2).unflatten(2, grid).contiguous() for y in patches]
+        with_prefix = return_prefix_tokens and self.num_prefix_tokens > 0
+        if output_dict:
+            result: dict[str, Any] = {"image_intermediates": patches}
+            result |= {"image_intermediates_prefix": prefix} if with_prefix else {}
+            return result if intermediates_only else {**result, "image_features": self.norm(x)}
+        found: list[Any] = list(zip(patches, prefix, strict=True)) if with_prefix else patches
+        return found if intermediates_only else (self.norm(x), found)
 
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
         """Initialise the weights as timm does; see also :func:`draw_prefix_tokens`."""
@@ -186,13 +250,6 @@ class TokenFormerViT(VisionTransformer):
     def no_weight_decay(self) -> set[str]:
         """Name the parameters that exist, of those that timm's ViTs may have."""
         return {name for name in super().no_weight_decay() if getattr(self, name, None) is not None}
-
-    def set_backend(self, backend: str) -> None:
-        """Choose one of ``tokenformer_vit.ops.BACKENDS`` for all blocks; it is not saved."""
-        check_backend(backend)
-        for module in self.blocks.modules():
-            if isinstance(module, BlockLayerNorm | Pattention):
-                module.backend = backend
 
     @property
     def sizes(self) -> tuple[float, ...]:
@@ -211,42 +268,52 @@ class TokenFormerViT(VisionTransformer):
         """
         set_size(self, size)
 
+    @property
+    def _model_args(self) -> dict[str, Any]:
+        """The arguments that rebuild the model: what timm recorded, and what the layers say now."""
+        args = dict(self._recorded_args)
+        args = {key: args[key] for key in args if key not in ("nested", "nested_kinds")}
+        args |= {"depth": len(self.blocks), "use_rot_pos_emb": self.rope is not None}
+        if isinstance(self.norm, nn.Identity) and isinstance(self.fc_norm, nn.Identity):
+            args["final_norm"] = False
+        args |= nested_arguments(self)
+        blocks: Any = self.blocks
+        if not len(blocks):
+            return args
+        layers = find_layers(blocks).values()
+        eps = _common(layer.eps for layer in layers)
+        if eps != (args["pattention_args"] or {}).get("eps", EPS):
+            args["pattention_args"] = {**(args["pattention_args"] or {}), "eps": eps}
+        norms = [norm for block in blocks for norm in (block.norm1, block.norm2)]
+        return {
+            **args,
+            **token_arguments(blocks),
+            "theta": _common(layer.theta for layer in layers),
+            "norm": _common("rms" if isinstance(n, BlockRMSNorm) else n.affine for n in norms),
+            "norm_eps": _common(norm.eps for norm in norms),
+            "qk_norm": _common(not isinstance(b.attn.q_norm, nn.Identity) for b in blocks),
+            "num_heads": _common(block.attn.num_heads for block in blocks),
+        }
+
+    @_model_args.setter
+    def _model_args(self, args: dict[str, Any]) -> None:
+        self._recorded_args = args
+
     def computation(self) -> dict[str, Any]:
         """Return the arguments that the tensors do not show."""
         return checkpoints.computation_of(self._model_args)
-
-    def record_param_tokens(self) -> None:
-        """Update the arguments from which timm rebuilds this model, after its pairs changed."""
-        if not len(self.blocks):
-            return
-        args: dict[str, Any] = self._model_args  # what timm's get_model_args() returns
-        args |= token_arguments(self.blocks, args.get("pattention_args"))  # type: ignore[arg-type]
-        for name in ("nested", "nested_kinds"):
-            args.pop(name, None)
-        args |= nested_arguments(self)
-
-    def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
-        """Remove the last blocks as timm does; the model is then saved with those that are left."""
-        taken = super().prune_intermediate_layers(*args, **kwargs)
-        self._model_args["depth"] = len(self.blocks)
-        if isinstance(self.norm, nn.Identity) and isinstance(self.fc_norm, nn.Identity):
-            self._model_args["final_norm"] = False
-        self.record_param_tokens()
-        return taken
 
     def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
         """Change the size of images and patches; learned and rotary positions follow."""
         super().set_input_size(img_size, patch_size)
         if self.rope is not None:
-            self._rotate_over(self.patch_embed.grid_size)  # type: ignore[arg-type]
+            self.rope.update_feat_shape(self.patch_embed.grid_size)  # type: ignore[arg-type]
 
-    def _follow_grid(self, _module: nn.Module, _images: tuple[Tensor], patches: Tensor) -> None:
-        with torch.inference_mode(False):  # a later training also reads the new positions
-            self._rotate_over(tuple(patches.shape[1:3]))
 
-    def _rotate_over(self, grid: tuple[int, ...]) -> None:
-        for rope in (self.rope, *(block.attn.rope for block in self.blocks)):  # type: ignore
-            rope.update_feat_shape(grid)  # type: ignore
+def _common(facts: Iterable[Any]) -> Any:
+    """Return the fact that all layers share, or the list of their facts."""
+    found = list(facts)
+    return found[0] if all(each == found[0] for each in found) else found
 
 
 class TokenFormerViTDistilled(TokenFormerViT, VisionTransformerDistilled):

@@ -118,7 +118,7 @@ def _scan(root: Path, folder: Path) -> dict[str, list[str]]:
 
 def _model(start: Start, recipe: Any, side: int, count: int, classes: int) -> tuple[Any, Any]:
     """Return the model of a config, and timm's data config of its images."""
-    kept = ("type", "checkpoint_path", "frozen", "compile", "backend")
+    kept = ("type", "checkpoint_path", "frozen", "compile")
     backbone = {"_delete_": True} | {key: recipe[key] for key in kept if key in recipe}
     if start.checkpoint is not None:
         model: Any = load_model(start.model, start.checkpoint, for_images=False)

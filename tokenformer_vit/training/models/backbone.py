@@ -28,7 +28,6 @@ class TimmClassificationBackbone(BaseModule):
         pretrained: Start from timm's pretrained weights.
         checkpoint_path: Start from this checkpoint of the same model, but for its head.
         compile: Compile each block: True, a mode of ``torch.compile``, or a dict of its arguments.
-        backend: How a TokenFormer computes Pattention: one of ``tokenformer_vit.ops.BACKENDS``.
         growth: Arguments of :func:`tokenformer_vit.growth.grow`, which then appends pairs.
         frozen: Train only the head; the model stays in evaluation mode, as validation sees it.
     """
@@ -39,7 +38,6 @@ class TimmClassificationBackbone(BaseModule):
         pretrained: bool = False,
         checkpoint_path: str = "",
         compile: bool | str | dict[str, Any] = False,
-        backend: str = "auto",
         growth: dict[str, Any] | None = None,
         frozen: bool = False,
         **kwargs: Any,
@@ -63,8 +61,6 @@ class TimmClassificationBackbone(BaseModule):
         self.frozen = frozen
         if frozen:
             self.model.requires_grad_(False)
-        if backend != "auto":
-            self.model.set_backend(backend)
         compile_blocks(self.model, compile)
 
     def init_weights(self) -> None:
