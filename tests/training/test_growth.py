@@ -8,6 +8,7 @@ import timm
 import torch
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.training.models.growth import GrowthHook
 from tokenformer_vit.training.optim import AccumulationEMAHook
 
@@ -25,9 +26,13 @@ def test_a_run_grows_and_leaves_the_grown_model(train, own, tmp_path):
     assert model.blocks[1].attn.proj.num_param_tokens == 32
     assert model.blocks[1].mlp.num_param_tokens == 120
     final = last_checkpoint(work_dir)
-    keys = "backbone.model.blocks.0.attn.query.key_param_tokens"  # of all pairs, though split
-    assert final["state_dict"][keys].shape == (48, 24)
-    assert final["ema_state_dict"][f"module.{keys}"].shape == (48, 24)
+    keys = "backbone.model.blocks.0.attn.query.{}key_param_tokens"
+    for name, prefix in (("state_dict", ""), ("ema_state_dict", "module.")):
+        found = [final[name][prefix + keys.format(part)] for part in ("", "new_")]
+        assert sum(map(len, found)) == 48
+    # A checkpoint of the run is that of an ordinary model to those who read it.
+    from_checkpoint = load_model(None, work_dir / "epoch_3.pth")
+    torch.testing.assert_close(from_checkpoint.state_dict(), model.state_dict(), rtol=0, atol=0)
     # What it cost: that of each size for its 48 images of an epoch.
     train, val = scalars(work_dir)
     flops = [record["flops"] for record in val.values()]
