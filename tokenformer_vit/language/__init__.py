@@ -20,7 +20,7 @@ from .modeling import (
     TokenFormerForSequenceClassification,
     TokenFormerModel,
 )
-from .released import from_released, read_released, to_released
+from .released import from_released, read_released
 from .tokenizers import byte_tokenizer, check_tokens_agree, load_tokenizer, train_tokenizer
 from .transformer import matched_transformer, transformer_lm
 
@@ -39,7 +39,6 @@ __all__ = [
     "matched_transformer",
     "read_released",
     "save_language_model",
-    "to_released",
     "train_tokenizer",
     "transformer_lm",
 ]
