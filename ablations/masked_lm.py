@@ -18,10 +18,11 @@ from torch.utils.data import Subset
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import TokenMasks, count_pairs
-from tokenformer_vit.language import MASKS
 from tokenformer_vit.training.distributed import unwrap
 from tokenformer_vit.training.language.data import TokenDataset
 from tokenformer_vit.training.language.model import CausalLM
+
+MASKS = "masks.pt"  # beside a model
 
 
 @MODELS.register_module()
@@ -87,7 +88,7 @@ class MasksHook(Hook):
 
     @master_only
     def after_train(self, runner) -> None:
-        """Save the masks, which the next stage and ``evaluate-lm`` load."""
+        """Save the masks, which the next stage loads."""
         torch.save(unwrap(runner.model).masks.pairs, Path(runner.work_dir, MASKS))
 
 

@@ -104,9 +104,9 @@ def test_lora_becomes_a_plain_model():
 
 def test_a_text_keeps_its_pairs_under_a_mask(tmp_path):
     pytest.importorskip("transformers")
-    from masked_lm import MaskedLM
+    from masked_lm import MASKS, MaskedLM
 
-    from tokenformer_vit.language import MASKS, byte_tokenizer, save_language_model
+    from tokenformer_vit.language import byte_tokenizer, save_language_model
 
     shape = {"vocab_size": 300, "context_length": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
     first = MaskedLM(config=shape, masks={"new": "en"})

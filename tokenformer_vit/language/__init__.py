@@ -13,7 +13,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .from_gpt2 import from_gpt2
-from .generation import MASKS, load_language_model, save_language_model
+from .generation import load_language_model, save_language_model
 from .modeling import (
     TokenFormerConfig,
     TokenFormerForCausalLM,
@@ -25,7 +25,6 @@ from .tokenizers import byte_tokenizer, check_tokens_agree, load_tokenizer, trai
 from .transformer import matched_transformer, transformer_lm
 
 __all__ = [
-    "MASKS",
     "TokenFormerConfig",
     "TokenFormerForCausalLM",
     "TokenFormerForSequenceClassification",
