@@ -190,9 +190,16 @@ def test_base_models_and_classifiers_open_a_language_model(tokens, tmp_path):
     expected = classifier.score(base(tokens).last_hidden_state[[0, 1, 2], [5, 8, 8]])
     torch.testing.assert_close(output.logits, expected)
     output.loss.backward()
-    grow(classifier, num_ffn_param_tokens=160)
-    assert classifier.config.num_ffn_param_tokens == classifier.model.shape.num_ffn_param_tokens
+    grow(classifier.model.blocks, num_ffn_param_tokens=160)  # the configuration is not told
     torch.testing.assert_close(classifier(tokens).logits, output.logits)
+    classifier.save_pretrained(tmp_path)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert loaded.config.num_ffn_param_tokens == classifier.config.num_ffn_param_tokens == 160
+    assert loaded.sizes == (1.0,)
+    for each in (classifier, loaded):
+        each.set_size(0.5)
+    torch.testing.assert_close(loaded(tokens).logits, classifier(tokens).logits)
+    assert not torch.allclose(loaded(tokens).logits, output.logits)
 
 
 # In another process: without our import, and with the finder of classes that transformers copies.
