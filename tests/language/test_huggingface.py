@@ -130,8 +130,7 @@ def test_tau_stays_float32(dtype, tmp_path):
 def test_what_a_checkpoint_lacks_is_drawn_and_the_rest_is_not(tmp_path):
     model, absent = build(nested=(0.5,)), "model.blocks.1.mlp.key_param_tokens"
     for layer in find_layers(model).values():
-        for tau in (layer.tau, layer.nested_tau):
-            tau.mul_(1.7)
+        layer.tau.mul_(1.7)
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors[absent]
@@ -208,8 +207,9 @@ def test_the_trainer_trains_it(how, tmp_path):
 def test_a_grown_model_is_saved_as_grown(kind, tmp_path):
     model, tokens = build(**KINDS[kind]), torch.randint(61, (2, 9))
     before = model(tokens).logits
-    grow(model.model, num_qkv_param_tokens=48, num_ffn_param_tokens=160)
-    counts = {"num_qkv_param_tokens": 48, "num_proj_param_tokens": 32, "num_ffn_param_tokens": 160}
+    counts = {"num_qkv_param_tokens": 64, "num_proj_param_tokens": 32, "num_ffn_param_tokens": 256}
+    init = "duplicate" if kind == "softmax" else "zero_key"
+    grow(model.model, **counts, init=init, split=kind == "rotary")
     assert {name: getattr(model.config, name) for name in counts} == counts
     loaded = reload(model, tmp_path)
     torch.testing.assert_close(loaded(tokens).logits, before, rtol=1e-4, atol=1e-4)

@@ -13,7 +13,14 @@ from tokenformer_vit.models.sizes import model_sizes, nest_layers, set_size
 
 from .grow import common_share
 from .prune import Usage, adapted_tau, check_usage, select_pairs
-from .resize import Model, counts_by_layer, pattention_layers, unwrapped_layers, write_states
+from .resize import (
+    Model,
+    counts_by_layer,
+    pattention_layers,
+    refresh_configs,
+    unwrapped_layers,
+    write_states,
+)
 
 
 @torch.no_grad()
@@ -107,4 +114,5 @@ def nest(
     if usage is not None:
         check_usage(layers, usage)
     nest_layers(model, sizes, kinds, adapted if usage is not None else None)
+    refresh_configs(model)
     return model

@@ -149,14 +149,22 @@ def write_states(
         layer.nested = state.nested
     for layer in layers.values():
         layer.size = 1.0
-    for module in model.modules():  # transformers' wrapper of timm's models has arguments itself
+    refresh_configs(model)
+    return merged_into
+
+
+def refresh_configs(model: nn.Module) -> None:
+    """Write the pairs and sizes of the layers into the configurations of transformers' models."""
+    for module in model.modules():
+        if hasattr(module, "record_param_tokens"):
+            module.record_param_tokens()  # type: ignore[operator]
+        # The wrapper of timm's models.
         theirs: Any = getattr(getattr(module, "config", None), "model_args", None)
         ours: Any = getattr(getattr(module, "timm_model", None), "_model_args", None)
         if isinstance(theirs, dict) and ours is not None:
             for key in (*COUNTS.values(), "nested", "nested_kinds"):
                 theirs.pop(key, None)
                 theirs |= {key: ours[key]} if key in ours else {}
-    return merged_into
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.layers.pattention import join_state_dict
 from tokenformer_vit.models import LMConfig, TokenFormerDecoder
 from tokenformer_vit.models.causal_lm import EMBEDDING_STD, CausalAttention, CausalBlock
 from tokenformer_vit.models.checkpoints import check_computation
@@ -143,6 +144,8 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
         if not self._hf_peft_config_loaded:  # else peft has wrapped the layers
             decoder: Any = self.base_model
             decoder.record_param_tokens()  # another model of the same config may have grown
+            if any(".new_" in name for name, _ in self.named_parameters()):
+                kwargs.setdefault("state_dict", join_state_dict(self.state_dict()))
         super().save_pretrained(*args, **kwargs)
 
     @property

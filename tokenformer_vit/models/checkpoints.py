@@ -112,6 +112,8 @@ def check_digest(path: Path) -> None:
 def computation_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return those arguments of a model, or fields of an LMConfig, that tensors do not show."""
     found = {name: arguments[name] for name in (*_HIDDEN, "eps") if name in arguments}
+    for name in found.keys() & {"nested", "nested_kinds"}:  # JSON has lists
+        found[name] = [*(found[name] or ())]
     if "pattention_args" in arguments:
         found["eps"] = (arguments["pattention_args"] or {}).get("eps", EPS)
     return found

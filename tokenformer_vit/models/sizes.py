@@ -88,13 +88,13 @@ def model_sizes(model: nn.Module) -> tuple[float, ...]:
     return (*nested, 1.0)
 
 
-def nested_arguments(model: nn.Module) -> dict[str, list]:
+def nested_arguments(model: nn.Module) -> dict[str, tuple]:
     """Return ``nested`` and ``nested_kinds``, the arguments that build a model with its sizes."""
     layers = find_layers(model)
-    arguments: dict[str, list] = {}
+    arguments: dict[str, tuple] = {}
     if nested := model_sizes(model)[:-1]:
-        arguments["nested"] = [*nested]
+        arguments["nested"] = nested
     if not all(layer.sized for layer in layers.values()):
         kinds = [kind_of(name, layer) for name, layer in layers.items() if layer.sized]
-        arguments["nested_kinds"] = [*dict.fromkeys(kinds)]
+        arguments["nested_kinds"] = tuple(dict.fromkeys(kinds))
     return arguments
