@@ -33,9 +33,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 def stored_once(numbers: Tensor) -> Tensor:
     """Let code compiled for a CPU compute the (..., 1) numbers of rows once for each row.
 
-    Otherwise the compiler repeats their square roots and divisions for every 16 or 32 elements of
-    the row. It stores what ``as_strided`` reads.
+    Otherwise it repeats their roots and divisions for every 16 or 32 elements of the row. It stores
+    what ``as_strided`` reads.
     """
-    if numbers.device.type == "cpu":
-        return numbers.as_strided(numbers.shape, numbers.stride())
-    return numbers
+    return numbers.as_strided(numbers.shape, numbers.stride())

@@ -16,20 +16,18 @@ class _LayerNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, eps: float, dtype: torch.dtype, once: bool) -> tuple:
         # Without the cast, a CPU returns 1/σ in the precision of x.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         y, mean, rstd = torch.native_layer_norm(wide, [x.shape[-1]], None, None, eps)
-        compiling = torch.compiler.is_compiling()
-        if compiling and x.device.type == "cpu":  # in fewer operations
+        if torch.compiler.is_compiling() and x.device.type == "cpu":  # in fewer operations
             y = (wide - mean) * stored_once(rstd)
         y = y.to(dtype)
         if ctx is not None:
             ctx.dtype = x.dtype
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(y, rstd)
-        # Compiled code has no second derivatives, and would add zeros for the gradient of 1/σ.
-        return (y,) if compiling else (y, rstd)
+        return (y,) if once and torch.compiler.is_compiling() else (y, rstd)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_rstd: Tensor | None = None) -> tuple:  # type: ignore[override]
@@ -40,7 +38,7 @@ class _LayerNorm(torch.autograd.Function):
         grad_x = (centred - y * (grad * y).mean(dim=-1, keepdim=True)) * rstd
         if grad_rstd is not None:  # within a second derivative
             grad_x = grad_x - grad_rstd * rstd.square() * y / y.shape[-1]
-        return grad_x.to(ctx.dtype), None, None
+        return grad_x.to(ctx.dtype), None, None, None
 
 
 def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6) -> Tensor:
@@ -66,5 +64,7 @@ def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6) -> Tensor:
         if plain_only() or x.shape[-1] != num_channels:
             return F.layer_norm(x, [num_channels], None, None, eps).to(dtype)
         if torch.is_grad_enabled() and x.requires_grad:
-            return _LayerNorm.apply(x, eps, dtype)[0]
-        return _LayerNorm.forward(None, x, eps, dtype)[0]
+            # Compiled code has no second derivative, and would add zeros for the gradient of 1/σ.
+            # Not asked within forward(): the compiler may see that alone, called by eager code.
+            return _LayerNorm.apply(x, eps, dtype, torch.compiler.is_compiling())[0]
+        return _LayerNorm.forward(None, x, eps, dtype, True)[0]

@@ -17,8 +17,7 @@ Note:
 Source:
     TokenFormer, arXiv:2410.23168: Eq. 5 and 6 for the definition, Table 4 for the variants. The
     factor of ``softmax`` and the post-normalised form come from the authors' language code.
-    ``gelu`` and ``gelu_tanh`` are not in the paper: with them a Transformer's layers are
-    Pattention layers.
+    ``gelu`` and ``gelu_tanh`` are ours: with them a Transformer's layers are Pattention layers.
 """
 
 import math
@@ -118,7 +117,7 @@ def find_theta(name: str) -> Theta:
 
 
 def theta_weights(scores: Tensor, theta: str, tau: Tensor, eps: float) -> Tensor:
-    """Compute the weights of (..., P) scores by the plain formulas, of any derivative."""
+    """Compute the weights of (..., P) scores by the plain formulas."""
     return find_theta(theta).weights(scores, tau, eps)
 
 

@@ -24,6 +24,7 @@ except ImportError:  # PyTorch for CPUs and for Windows comes without it
 
 MAX_PARAM_TOKENS = 16384  # the backward of a longer row would spill many registers
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def _kernel(function):
@@ -158,8 +159,7 @@ def serves(scores: Tensor) -> bool:
         _ENABLED
         and scores.dtype in _DTYPES
         and scores.shape[-1] <= MAX_PARAM_TOKENS
-        # A kernel reads memory, which a fake tensor or a sharded one does not have as it appears.
-        and type(scores) in (Tensor, nn.Parameter)
+        and type(scores) in _PLAIN  # a fake or sharded tensor has not the memory that it shows
     )
 
 
@@ -189,8 +189,9 @@ def _launch(kernel: Any, kept: int, scores: Tensor, *others: Any) -> None:
     programs = -(-num_rows // layout["ROWS"])
     options = {"P": num_param_tokens, "PTX": _PTX, **layout}
     options["enable_fp_fusion"] = True  # the default depends on the version of Triton
+    run = kernel if _INTERPRETED or type(scores) in _PLAIN else wrap_triton(kernel)
     with torch.cuda.device_of(scores):  # Triton launches on the current device
-        kernel[(programs,)](scores, *others, num_rows, **options)
+        run[(programs,)](scores, *others, num_rows, **options)
 
 
 def _empty(scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -199,48 +200,25 @@ def _empty(scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(scores, memory_format=torch.contiguous_format), rows
 
 
-def _forward(kernel: Any, scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    weights, factors = _empty(scores)
-    _launch(kernel, 1, scores.contiguous(), tau, weights, factors, eps)
-    return weights, factors
-
-
-def _backward(
-    kernel: Any, scores: Tensor, tau: Tensor, factors: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor]:
-    grad_scores, dots = _empty(scores)
-    others = factors.contiguous(), grad.contiguous(), grad_scores, dots
-    _launch(kernel, 2, scores.contiguous(), tau, *others)
-    return grad_scores, dots
-
-
-@_operation("tokenformer_vit::gelu_l2", mutates_args=())
-def _traced_forward(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _forward(wrap_triton(forward_kernel), scores, tau, eps)
-
-
-@_operation("tokenformer_vit::gelu_l2_backward", mutates_args=())
-def _traced_backward(
-    scores: Tensor, tau: Tensor, factors: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor]:
-    return _backward(wrap_triton(backward_kernel), scores, tau, factors, grad)
-
-
-_traced_forward.register_fake(_empty)
-_traced_backward.register_fake(_empty)
-
-
 def gelu_l2(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Compute the weights (..., P) of scores (..., P), and the factors (..., 1) of their rows."""
-    if torch.compiler.is_compiling():  # an operation costs the host 7 times as much as a call
-        return _traced_forward(scores, tau, eps)
-    return _forward(forward_kernel, scores, tau, eps)
+    weights, factors = _empty(scores)
+    _launch(forward_kernel, 1, scores.contiguous(), tau, weights, factors, eps)
+    return weights, factors
 
 
 def gelu_l2_backward(
     scores: Tensor, tau: Tensor, factors: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradient (..., P) of scores, and the dot products g · z (..., 1)."""
-    if torch.compiler.is_compiling():
-        return _traced_backward(scores, tau, factors, grad)
-    return _backward(backward_kernel, scores, tau, factors, grad)
+    grad_scores, dots = _empty(scores)
+    others = factors.contiguous(), grad.contiguous(), grad_scores, dots
+    _launch(backward_kernel, 2, scores.contiguous(), tau, *others)
+    return grad_scores, dots
+
+
+# For code that is compiled. A call of an operation costs the host 7 times as much as of a function.
+traced_gelu_l2 = _operation("tokenformer_vit::gelu_l2", mutates_args=())(gelu_l2)
+traced_gelu_l2.register_fake(_empty)
+traced_backward = _operation("tokenformer_vit::gelu_l2_backward", mutates_args=())(gelu_l2_backward)
+traced_backward.register_fake(_empty)
