@@ -10,9 +10,8 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.ops import check_backend, default_tau, find_theta, pattention
-from tokenformer_vit.ops.theta import gated_softmax, theta_weights
-from tokenformer_vit.ops.triton_theta import try_kernels
+from tokenformer_vit.ops import default_tau, find_theta, pattention
+from tokenformer_vit.ops.theta import theta_weights
 
 from .arguments import EPS
 from .nested import NestedLayer
@@ -44,7 +43,6 @@ class Pattention(NestedLayer):
             initial outputs.
         gate: Factor on exp(A) for each pair, initially 1: ``learned`` (a parameter), ``fixed`` (a
             buffer), or ``none``. Only for ``softmax``, which needs it to grow exactly.
-        backend: Implementation, as for :func:`tokenformer_vit.ops.pattention`.
         key_init_std: Standard deviation of the initial keys; ``None`` for 1/√C_in.
         value_init_std: Standard deviation of the initial values; ``None`` to follow ``init_gain``.
         nested: Smaller numbers of pairs that will be trained as well; see :meth:`set_nested`.
@@ -86,7 +84,6 @@ class Pattention(NestedLayer):
         learn_tau: bool = False,
         key_init_scale: float = 1.0,
         gate: str = "none",
-        backend: str = "auto",
         key_init_std: float | None = None,
         value_init_std: float | None = None,
         nested: Sequence[int] = (),
@@ -95,9 +92,8 @@ class Pattention(NestedLayer):
     ) -> None:
         super().__init__()
         variant = find_theta(theta)
-        if gate not in GATES or (gate != "none" and not variant.gated):
-            allowed = ", ".join(GATES if variant.gated else GATES[:1])
-            raise InputError(f"gate of theta {theta!r} must be one of {allowed}, but got {gate!r}")
+        if gate != "none":
+            raise InputError("gates are gone")
         self.in_features, self.out_features = in_features, out_features
         self.num_param_tokens = int(num_param_tokens)
         self.theta = theta
@@ -106,7 +102,6 @@ class Pattention(NestedLayer):
         self.eps = eps
         self.init_gain, self.key_init_scale = init_gain, key_init_scale
         self.key_init_std, self.value_init_std = key_init_std, value_init_std
-        self.backend = check_backend(backend)
         self.init_tau = default_tau(theta, num_param_tokens) if tau is None else float(tau)
         if not variant.norm_order and (learn_tau or self.init_tau != 1):
             raise InputError(f"theta {theta!r} has no norm: leave out tau and learn_tau")
@@ -122,7 +117,6 @@ class Pattention(NestedLayer):
         self.register_buffer("active", None, persistent=False)
         self.set_nested(nested)
         self.reset_parameters()
-        self._try_kernels()
 
     def reset_parameters(self) -> None:
         """Draw new parameter tokens, as the class describes, and reset τ to its initial value."""
@@ -156,14 +150,7 @@ class Pattention(NestedLayer):
             return moved.to(tensor.dtype) if tensor.is_meta else tensor.detach().to(moved.device)
 
         super()._apply(guarded, recurse)
-        self._try_kernels()
         return self
-
-    def _try_kernels(self) -> None:
-        keys = next(self.parameters())
-        if keys.is_cuda and self.theta in ("gelu_l2", "gelu_tanh_l2"):
-            for dtype in {keys.dtype, torch.bfloat16}:  # the latter under autocast
-                try_kernels(self.num_param_tokens, dtype, keys.device, "tanh" in self.theta)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any
@@ -188,16 +175,12 @@ class Pattention(NestedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C_in) tokens to (..., C_out)."""
-        keys, values, gate, tau = self.used_tokens()
+        keys, values, _, tau = self.used_tokens()
         if torch.jit.is_scripting():
             scores = F.linear(x, keys)  # (..., P)
-            if gate is None:
-                weights = self._theta_weights(scores, tau, self.eps)
-            else:
-                weights = gated_softmax(scores, tau, gate)  # no other Θ has gates
-            return weights @ values
+            return self._theta_weights(scores, tau, self.eps) @ values
         else:  # TorchScript must not compile this branch
-            return pattention(x, keys, values, self.theta, tau, self.eps, self.backend, gate)
+            return pattention(x, keys, values, self.theta, tau, self.eps)
 
     @torch.jit.unused
     def weights(self, x: Tensor) -> Tensor:
@@ -208,11 +191,11 @@ class Pattention(NestedLayer):
     @torch.no_grad()
     def scores_and_weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (..., P) scores X K_Pᵀ of the pairs in use, and their weights."""
-        keys, _, gate, tau = self.used_tokens()
+        keys, _, _, tau = self.used_tokens()
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             scores = x.to(dtype) @ keys.to(dtype).t()  # (..., P)
-            return scores, theta_weights(scores, self.theta, tau, self.eps, gate)
+            return scores, theta_weights(scores, self.theta, tau, self.eps)
 
     def extra_repr(self) -> str:
         """Describe the layer in ``repr``."""
