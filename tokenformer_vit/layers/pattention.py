@@ -20,7 +20,6 @@ from .arguments import EPS
 torch.fx.wrap("pattention")
 
 TOKENS = ("key_param_tokens", "value_param_tokens")
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class Pattention(nn.Module):
@@ -120,15 +119,11 @@ class Pattention(nn.Module):
         place: Any = {"device": device, "dtype": dtype}
         self.key_param_tokens = nn.Parameter(torch.empty(num_param_tokens, in_features, **place))
         self.value_param_tokens = nn.Parameter(torch.empty(num_param_tokens, out_features, **place))
-        self.register_parameter("new_key_param_tokens", None)
-        self.register_parameter("new_value_param_tokens", None)
+        for name in TOKENS:
+            self.register_parameter(f"new_{name}", None)
         start = torch.empty((), device=device, dtype=torch.float32)
-        if learn_tau:
-            self.tau = nn.Parameter(start)
-        else:
-            self.register_buffer("tau", start)
-        self.nested = tuple[float, ...]()
-        self.sized, self.active = True, None
+        self.tau = nn.Parameter(start) if learn_tau else nn.Buffer(start)
+        self.nested, self.sized, self.active = tuple[float, ...](), True, None
         self.set_nested(nested)
         self.reset_parameters()
 
@@ -140,10 +135,9 @@ class Pattention(nn.Module):
         if value_std is None:
             square = self.num_param_tokens * find_theta(self.theta).second_moment
             value_std = self.init_gain / math.sqrt(square)
-        for part in self.parts(TOKENS[0]):
-            nn.init.normal_(part, std=self.key_init_scale * key_std)
-        for part in self.parts(TOKENS[1]):
-            nn.init.normal_(part, std=value_std)
+        for name, std in zip(TOKENS, (self.key_init_scale * key_std, value_std), strict=True):
+            for part in self.parts(name):
+                nn.init.normal_(part, std=std)
         self.tau.copy_(self._taus(self.init_tau))
 
     @property
@@ -159,12 +153,7 @@ class Pattention(nn.Module):
 
     @torch.jit.unused
     def set_nested(self, sizes: Sequence[float], tau: Tensor | None = None) -> None:
-        """Give smaller sizes a τ of their own, and use all pairs.
-
-        Args:
-            sizes: Shares of the pairs, below 1 and in rising order.
-            tau: (n,) τ of these sizes; ``None`` for what they compute with now.
-        """
+        """Give smaller shares τ (n,) of their own, by default those they have now; use all pairs."""
         sizes = tuple(sizes)
         if not all(0 < a < b for a, b in pairwise((*sizes, 1.0))):
             raise InputError(f"nested must be rising shares between 0 and 1, but got {sizes}")
@@ -241,7 +230,8 @@ class Pattention(nn.Module):
                 state_dict[prefix + name] = tokens[:num_old]
                 state_dict[f"{prefix}new_{name}"] = tokens[num_old:]
         tau = state_dict.get(f"{prefix}tau")
-        if tau is not None and tau.dtype in _HALF:  # other tools cast whole files
+        # Other tools cast whole files.
+        if tau is not None and tau.dtype.itemsize < 4 and tau.shape == self.tau.shape:
             default = self._taus(default_tau(self.theta, self.num_param_tokens)).to(tau.device)
             is_default = tau == default.to(tau.dtype)
             state_dict[f"{prefix}tau"] = torch.where(is_default, default, tau.float())
