@@ -5,12 +5,7 @@ import torch
 
 pytest.importorskip("transformers", reason="pip install '.[language]'")
 
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from tokenformer_vit.language import matched_transformer, transformer_lm
 from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
@@ -76,8 +71,6 @@ def test_residual_parts_start_smaller(positions):
 
 
 PAIRS = {"num_qkv_param_tokens": 20, "num_proj_param_tokens": 28, "num_ffn_param_tokens": 50}
-
-
 BY_BLOCK = {**PAIRS, "num_ffn_param_tokens": [40, 60]}
 
 
