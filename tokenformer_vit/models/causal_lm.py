@@ -255,11 +255,7 @@ class TokenFormerDecoder(nn.Module):
         return computation_of({**asdict(self._config), **self.pair_fields()})
 
     def forward(
-        self,
-        tokens: Tensor,
-        attention_mask: Tensor | None = None,
-        cache: KVCache | None = None,
-        positions: Tensor | None = None,
+        self, tokens: Tensor, attention_mask: Any = None, cache: Any = None, positions: Any = None
     ) -> Tensor:
         """Compute the (B, N, C) features that a head reads.
 
@@ -267,7 +263,7 @@ class TokenFormerDecoder(nn.Module):
             tokens: (B, N) integers below V: the whole sequence, or those after the cache.
             attention_mask: (B, all tokens) true or 1 for tokens, false or 0 for padding; tokens of
                 the cache come first. None if there is no padding.
-            cache: Keys and values of earlier tokens; those of ``tokens`` are added.
+            cache: :class:`KVCache` of earlier tokens; those of ``tokens`` are added.
             positions: (B, N) position of each token in its sequence, below the context length if
                 positions are learned; default: counted from the first token that is not padding.
         """
@@ -318,7 +314,7 @@ class TokenFormerLM(TokenFormerDecoder):
 
     def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Predict the next token at each position; arguments as for :class:`TokenFormerDecoder`."""
-        head = self.embedding if self.head is None else self.head
+        head = self.head or self.embedding
         return F.linear(super().forward(tokens, *args, **kwargs), head.weight)
 
 
