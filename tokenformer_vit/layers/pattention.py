@@ -153,7 +153,7 @@ class Pattention(nn.Module):
 
     @torch.jit.unused
     def set_nested(self, sizes: Sequence[float], tau: Tensor | None = None) -> None:
-        """Give smaller shares τ (n,) of their own, by default those they have now; use all pairs."""
+        """Give smaller shares τ (n,) of their own, by default the present ones; use all pairs."""
         sizes = tuple(sizes)
         if not all(0 < a < b for a, b in pairwise((*sizes, 1.0))):
             raise InputError(f"nested must be rising shares between 0 and 1, but got {sizes}")
