@@ -27,7 +27,7 @@ from tokenformer_vit.models.checkpoints import (
     save_model,
     state_dict_in,
 )
-from tokenformer_vit.vision.prediction import class_names
+from tokenformer_vit.vision.prediction import class_names, load_for_images
 
 SHAPE = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 64}
 OWN = {"theta": "gelu_l1", "norm": "bias", "pattention_args": {"learn_tau": True}}
@@ -150,19 +150,19 @@ def test_a_model_of_any_image_size_is_used_at_the_size_it_was_trained_at(small, 
 def test_positions_of_rectangles_are_resampled_as_rectangles(small, named, tmp_path):
     model, own = small(img_size=(128, 32)), {**SHAPE, "img_size": (192, 48)}
     save_model(model, tmp_path / "out")
-    loaded = load_model(named, tmp_path / "out/model.safetensors", for_images=False, **own)
+    loaded = load_model(named, tmp_path / "out/model.safetensors", new_norm=True, **own)
     expected = resample_abs_pos_embed(model.pos_embed, new_size=[12, 3], old_size=[8, 2])
     torch.testing.assert_close(loaded.pos_embed, expected)
 
 
 def test_a_named_model_takes_the_preprocessing_of_the_file(saved, tmp_path, caplog):
-    loaded = load_model("tokenformer_tiny", saved[1] / "model.safetensors", **SHAPE, **OWN)
+    loaded = load_for_images("tokenformer_tiny", saved[1] / "model.safetensors", **SHAPE, **OWN)
     assert data_config(loaded)["mean"] == (0.1, 0.2, 0.3)
     assert class_names(loaded) == list("abcdefghij")
     assert class_names(local_dir(saved[1], num_classes=2)) == ["class 0", "class 1"]
     assert not caplog.text
     torch.save(saved[0].state_dict(), tmp_path / "x.pth")
-    load_model("tokenformer_tiny", tmp_path / "x.pth", **SHAPE, **OWN)
+    load_for_images("tokenformer_tiny", tmp_path / "x.pth", **SHAPE, **OWN)
     assert "x.pth does not describe its preprocessing: tokenformer_tiny's is used" in caplog.text
     with pytest.raises(InputError, match=r"x\.pth names no timm model: name it with --model"):
         load_model(None, tmp_path / "x.pth")
