@@ -102,7 +102,7 @@ def _digest(path: Path) -> str:
 
 def check_digest(path: Path) -> None:
     """Compare exported weights with the SHA-256 in their ``config.json``, if it has one."""
-    expected = description_of(path).get("sha256")
+    expected = description_of(path, {}).get("sha256")
     if expected is not None and expected != _digest(path):
         raise InputError(
             f"{path} is damaged or was replaced ({CONFIG} has another SHA-256): copy both again"
