@@ -41,26 +41,15 @@ def test_is_multi_head_attention(fused):
     torch.testing.assert_close(layer(x), reference(layer, x))
 
 
-def test_causal(fused):
-    layer, x = attention(), tokens()
-    causal = torch.ones(9, 9, dtype=torch.bool).tril()
-    out = layer(x, is_causal=True)
-    torch.testing.assert_close(out, reference(layer, x, allowed=causal))
-    x[:, 5:] = torch.randn_like(x[:, 5:])
-    torch.testing.assert_close(layer(x, is_causal=True)[:, :5], out[:, :5])
-
-
-def test_boolean_mask_is_true_where_a_token_may_be_seen(fused):
-    layer, x = attention(), tokens()
+def test_masks(fused):
+    """A boolean mask is true where a token may be seen; a mask of numbers is added."""
+    layer, x, bias = attention(), tokens(), torch.randn(9, 9, dtype=torch.float64)
     allowed = torch.rand(9, 9) < 0.6
     allowed.fill_diagonal_(True)
-    out = layer(x, attn_mask=allowed[None, None])
-    torch.testing.assert_close(out, reference(layer, x, allowed=allowed))
-
-
-def test_float_mask_is_added(fused):
-    layer, x = attention(), tokens()
-    bias = torch.randn(9, 9, dtype=torch.float64)
+    causal = layer(x, is_causal=True)
+    torch.testing.assert_close(causal, reference(layer, x, torch.ones(9, 9).tril().bool()))
+    seen = layer(x, attn_mask=allowed[None, None])
+    torch.testing.assert_close(seen, reference(layer, x, allowed))
     torch.testing.assert_close(layer(x, attn_mask=bias[None, None]), reference(layer, x, bias=bias))
 
 
@@ -78,26 +67,27 @@ def test_qk_norm_bounds_the_scores_without_parameters(fused, norm_layer):
     torch.testing.assert_close(layer(x), before)
 
 
-def test_patches_are_rotated_by_row_and_column_and_the_tokens_before_them_are_not(fused):
+def test_the_last_tokens_are_rotated_by_row_and_column(fused):
     layer, x = attention(qk_norm=True, norm_layer=BlockRMSNorm), torch.randn(2, 3 + 6, 48).double()
-    straight = layer.project(x)
-    layer.rope = RotaryEmbeddingCat(
+    embedding = RotaryEmbeddingCat(
         16, in_pixels=False, temperature=50.0, feat_shape=(2, 3), rotate_half=True
-    ).double()
-    layer.num_prefix_tokens = 3
+    )
+    rope = embedding.double().get_embed()  # (6, 32)
     places = torch.cartesian_prod(torch.arange(2), torch.arange(3)).double()
     angles = places[:, :, None] * 50.0 ** -(torch.arange(4) / 4)  # a quarter of a head each
     turns = torch.polar(torch.ones_like(angles), angles).flatten(1)  # (6, 8)
-    q, k, v = layer.project(x)
-    assert torch.equal(v, straight[2])
-    for rotated, plain in zip((q, k), straight, strict=False):
-        assert torch.equal(rotated[:, :, :3], plain[:, :, :3])
-        pairs = torch.complex(*plain[:, :, 3:].chunk(2, dim=-1)) * turns
-        expected = torch.cat((pairs.real, pairs.imag), dim=-1)
-        torch.testing.assert_close(rotated[:, :, 3:], expected, rtol=1e-6, atol=1e-6)
-    scores = q @ k.mT / 4
-    expected = layer.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(layer(x), expected)
+    layers = (layer.query, layer.key, layer.value)
+    q, k, v = (each(x).unflatten(2, (3, 16)).transpose(1, 2) for each in layers)
+    q, k = layer.q_norm(q), layer.k_norm(k)
+    for each in (q, k):
+        rotated = torch.complex(*each[:, :, 3:].chunk(2, dim=-1)) * turns
+        each[:, :, 3:] = torch.cat((rotated.real, rotated.imag), dim=-1)
+    expected = layer.proj(((q @ k.mT / 4).softmax(-1) @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x, rope=rope), expected, rtol=1e-6, atol=1e-6)
+    kept = torch.stack([torch.randperm(6)[:4] for _ in x])  # others for each sample
+    together = layer(x[:, :7], rope=rope[kept][:, None])
+    for sample, places, out in zip(x, kept, together, strict=True):
+        torch.testing.assert_close(layer(sample[None, :7], rope=rope[places])[0], out)
 
 
 def test_dropout_only_while_training(fused):
@@ -109,15 +99,10 @@ def test_dropout_only_while_training(fused):
     assert not torch.allclose(layer(x), layer(x))
 
 
-def test_pair_counts_go_where_they_say():
-    layer = Attention(48, 3, num_qkv_param_tokens=64, num_proj_param_tokens=72)
-    counts = [m.num_param_tokens for m in (layer.query, layer.key, layer.value, layer.proj)]
-    assert counts == [64, 64, 64, 72]
-
-
-def test_shared_arguments_reach_all_four_projections():
+def test_arguments_reach_all_four_projections():
     layer = Attention(48, 3, 64, 72, tau=3.5, learn_tau=True, eps=0.0)
     projections = (layer.query, layer.key, layer.value, layer.proj)
+    assert [p.num_param_tokens for p in projections] == [64, 64, 64, 72]
     assert [p.tau.item() for p in projections] == [3.5] * 4
     assert all(p.tau.requires_grad and p.eps == 0 for p in projections)
 

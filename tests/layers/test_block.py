@@ -14,18 +14,11 @@ def test_is_pre_norm_attention_then_one_pattention():
     torch.testing.assert_close(block(x), attended + block.mlp(block.norm2(attended)))
 
 
-def test_default_pair_counts_follow_the_width():
-    block = TokenFormerBlock(48, 3, mlp_ratio=3.0)
-    assert block.attn.query.num_param_tokens == 48
-    assert block.attn.proj.num_param_tokens == 48
-    assert block.mlp.num_param_tokens == 144
-
-
-def test_shared_arguments_reach_all_five_layers():
+def test_pair_counts_follow_the_width_and_arguments_reach_all_five_layers():
     arguments = {"tau": 3.5, "learn_tau": True, "eps": 1e-3, "key_init_scale": 1e-3}
-    block = TokenFormerBlock(192, 3, pattention_args=arguments)
+    block = TokenFormerBlock(192, 3, mlp_ratio=3.0, pattention_args=arguments)
     layers = [module for module in block.modules() if isinstance(module, Pattention)]
-    assert len(layers) == 5
+    assert [layer.num_param_tokens for layer in layers] == [192, 192, 192, 192, 576]
     for layer in layers:
         assert (layer.tau.item(), layer.tau.requires_grad, layer.eps) == (3.5, True, 1e-3)
         assert layer.key_param_tokens.std().item() == pytest.approx(1e-3 / 192**0.5, rel=0.05)
@@ -41,18 +34,11 @@ def test_drop_path_drops_whole_samples_and_only_while_training():
     assert isinstance(TokenFormerBlock(48, 3).drop_path1, nn.Identity)
 
 
-def test_layer_scale():
-    block = TokenFormerBlock(48, 3, init_values=1e-5)
+def test_layer_scale_and_dropout():
+    block, x = TokenFormerBlock(48, 3, init_values=1e-5), torch.randn(2, 5, 48)
     assert isinstance(block.ls1, LayerScale)
-    x = torch.randn(2, 5, 48)
-    change = (block(x) - x).abs().max()
-    assert 0 < change < 1e-3
-    assert isinstance(TokenFormerBlock(48, 3).ls1, nn.Identity)
-
-
-def test_proj_drop_covers_the_feed_forward_layer():
-    block = TokenFormerBlock(48, 3, proj_drop=1.0)
-    x = torch.randn(2, 5, 48)
+    assert 0 < (block(x) - x).abs().max() < 1e-3
+    block = TokenFormerBlock(48, 3, proj_drop=1.0)  # also after the feed-forward layer
     assert torch.equal(block(x), x)
     assert not torch.equal(block.eval()(x), x)
 
@@ -79,11 +65,8 @@ def test_meta_device_and_dtype_reach_every_tensor():
     assert {parameter.dtype for parameter in block.parameters()} == {torch.bfloat16}
 
 
-def test_arguments_of_an_ordinary_block_are_accepted():
+def test_arguments_of_an_ordinary_block_are_accepted_and_unknown_ones_named():
     TokenFormerBlock(48, 3, qkv_bias=True, act_layer=nn.GELU, norm_layer=nn.LayerNorm, depth=4)
-
-
-def test_unknown_arguments_are_named():
     with pytest.raises(TypeError, match="init_gian"):
         TokenFormerBlock(48, 3, pattention_args={"init_gian": 1.0})
     with pytest.raises(TypeError, match="num_ffn_tokens, thetas"):

@@ -1,7 +1,6 @@
 """Programs that need no code of the package, and number types."""
 
 import copy
-import io
 import warnings
 from typing import Any
 
@@ -23,8 +22,6 @@ def test_torchscript(small, images, theta):
             small(theta=theta, norm="bias", qk_norm=True, pattention_args={"learn_tau": learned})
             for learned in {False, THETAS[theta].norm_order > 0}
         ]
-        if THETAS[theta].gated:
-            models.append(small(theta=theta, pattention_args={"gate": "learned"}))
         x = images()
         for model in models:
             torch.testing.assert_close(torch.jit.script(model)(x), model(x))
@@ -47,49 +44,48 @@ def test_compile_fullgraph(small, images, theta):
 ANY_BATCH = ({0: torch.export.Dim("batch")},)
 
 
-def test_export_with_a_free_batch_size(small, images, tmp_path):
-    model = small()
-    exported = torch.export.export(model, (images(),), dynamic_shapes=ANY_BATCH)
-    torch.export.save(exported, tmp_path / "model.pt2")
-    loaded = torch.export.load(tmp_path / "model.pt2").module()
-    for batch in (1, 5):
-        x = torch.randn(batch, 3, 64, 64)
-        torch.testing.assert_close(loaded(x), model(x))
+SLOW = [pytest.param({"theta": n}, marks=pytest.mark.slow) for n in THETAS if n != "gelu_l2"]
 
 
-@pytest.mark.parametrize(
-    "theta",
-    [
-        "gelu_l2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in THETAS if name != "gelu_l2"),
-    ],
-)
-def test_onnx_with_a_free_batch_size(small, images, theta, tmp_path):
+@pytest.mark.parametrize("how", [{}, {"stem": "conv", "patch_size": 8}, *SLOW])
+def test_onnx_of_one_image_takes_any_number(small, images, how, tmp_path):
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
     runtime = pytest.importorskip("onnxruntime", reason="nothing else runs an ONNX file")
-    gate = {"pattention_args": {"gate": "fixed"}} if THETAS[theta].gated else {}
-    model = small(theta=theta, depth=1, **gate)
-    torch.onnx.export(
-        model, (images(),), tmp_path / "model.onnx", dynamic_shapes=ANY_BATCH, verbose=False
-    )
-    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    model, file = small(depth=1, **how), tmp_path / "model.onnx"
+    torch.onnx.export(model, (images(batch=1),), file, dynamic_shapes=ANY_BATCH, verbose=False)
+    session = runtime.InferenceSession(file)
     for batch in (1, 5):
         x = torch.randn(batch, 3, 64, 64)
         (logits,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
         torch.testing.assert_close(torch.from_numpy(logits), model(x), rtol=1e-4, atol=1e-5)
 
 
-def test_the_parts_of_vit5_are_exported(small, images, parts):
-    model, x = small(depth=1, **parts), images()
+@pytest.mark.parametrize("how", [{}, {"dynamic_img_size": True}, {"stem": "conv"}])
+def test_other_parts_are_exported(small, images, parts, how, tmp_path):
+    how = {**parts, **how}
+    model, x = small(depth=1, **how), images()
     programs: list[Any] = []
     with warnings.catch_warnings(), set_scriptable(True):
         warnings.simplefilter("ignore")
-        scriptable = small(depth=1, **parts)
+        scriptable = small(depth=1, **how)
         scriptable.load_state_dict(model.state_dict())
         programs += [torch.jit.script(scriptable), torch.jit.trace(model, x)]
-    programs.append(torch.export.export(model, (x,), dynamic_shapes=ANY_BATCH).module())
+    torch.export.save(
+        torch.export.export(model, (x,), dynamic_shapes=ANY_BATCH), tmp_path / "model.pt2"
+    )
+    programs.append(torch.export.load(tmp_path / "model.pt2").module())
     for program in programs:
         torch.testing.assert_close(program(x), model(x))
+    x = images(batch=5)
+    torch.testing.assert_close(programs[-1](x), model(x))
+
+
+def test_export_with_a_free_image_size(small, images, parts):
+    model = small(depth=1, **parts, dynamic_img_size=True)
+    free = ({2: 16 * torch.export.Dim("rows", min=2, max=20)},)
+    program = torch.export.export(model, (images(),), dynamic_shapes=free).module()
+    x = torch.randn(2, 3, 112, 64)
+    torch.testing.assert_close(program(x), model(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -109,12 +105,10 @@ def relu_l1(scores: torch.Tensor, tau: torch.Tensor, eps: float) -> torch.Tensor
 
 def test_a_new_theta_needs_only_an_entry_in_the_table(small, images, tmp_path, monkeypatch):
     monkeypatch.setitem(THETAS, "relu_l1", Theta(relu_l1, 1, False, torch.pi))
-    model, x, file = small(theta="relu_l1"), images(), io.BytesIO()
+    model, x = small(theta="relu_l1"), images()
     save_model(model, tmp_path / "exported")
     assert torch.equal(load_model(None, tmp_path / "exported")(x), model(x))
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
     with set_scriptable(True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.jit.save(torch.jit.script(model), file)
-    file.seek(0)
-    torch.testing.assert_close(torch.jit.load(file)(x), model(x))
+        torch.testing.assert_close(torch.jit.script(model)(x), model(x))

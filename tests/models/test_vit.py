@@ -9,10 +9,13 @@ from timm.models import get_model_args, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import grow
 from tokenformer_vit.layers import BlockLayerNorm, Pattention
 from tokenformer_vit.models import from_vit
 from tokenformer_vit.models.vit import ConvStem
 from tokenformer_vit.ops import THETAS
+
+STEMS: list[dict[str, Any]] = [{}, {"stem": "conv", "patch_size": 8}]
 
 
 def pattentions(model):
@@ -37,9 +40,27 @@ def test_arguments_reach_every_layer_and_are_recorded(small, theta, norm):
     norms = [each for each in model.modules() if isinstance(each, torch.nn.LayerNorm)]
     assert [each.eps for each in norms] == [1e-4] * 9
     assert len(list(model.norm.parameters())) == 2
-    assert given.items() <= get_model_args(model).items()
-    model.record_param_tokens()
-    assert {**counts, "num_proj_param_tokens": 16}.items() <= get_model_args(model).items()
+    counts["num_proj_param_tokens"] = 16
+    assert {**given, **counts, "qk_norm": True}.items() <= get_model_args(model).items()
+
+
+def test_the_description_is_what_the_layers_say_now(small, images, tmp_path):
+    model, x = small(depth=3, pattention_args={"learn_tau": True}), images()
+    grow(model.blocks, num_ffn_param_tokens=[192, 200, 300])
+    for layer in pattentions(model):
+        layer.eps = 0.5
+    for block in model.blocks:
+        block.norm1.eps = block.norm2.eps = 0.25
+    model.norm.eps = 0.25
+    model.blocks = torch.nn.Sequential(*model.blocks[1:])
+    args, expected = get_model_args(model), {"depth": 2, "num_ffn_param_tokens": [200, 300]}
+    expected |= {"norm_eps": 0.25, "pattention_args": {"learn_tau": True, "eps": 0.5}}
+    assert expected.items() <= args.items()
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert torch.equal(again(x), model(x))
+    model.blocks[0].mlp.eps = 0.125  # not of all: no argument builds this model
+    assert model.computation()["eps"] == [*[0.5] * 4, 0.125, *[0.5] * 5]
 
 
 @pytest.mark.parametrize(
@@ -47,6 +68,7 @@ def test_arguments_reach_every_layer_and_are_recorded(small, theta, norm):
     [
         ({"num_heds": 3}, TypeError, "num_heds"),
         ({"qkv_bias": True}, TypeError, "no linear layers .*leave out 'qkv_bias'"),
+        ({"norm_layer": "rmsnorm"}, TypeError, "norms by `norm`: leave out 'norm_layer'"),
         ({"rope_temperature": 0.0}, InputError, r"must be positive, but got 0\.0"),
         ({"stem": "conv", "patch_size": 12}, InputError, "patch_size of 2, 4, 8, .*, not 12 × 12"),
         ({"stem": "convs"}, InputError, "patch or conv, but got 'convs'"),
@@ -62,29 +84,34 @@ def test_wrong_arguments_are_named(small, arguments, error, said):
         small(**arguments)
 
 
-def test_a_uniform_drop_path_is_recorded_and_rebuilt(small, tmp_path):
+def test_a_uniform_drop_path(small):
     model = small(drop_path_rate=0.3, drop_path_uniform=True, depth=3)
-    save_for_hf(model, tmp_path, safe_serialization=True)
-    # timm leaves rates out of config.json.
-    again: Any = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, drop_path_rate=0.3)
-    for each in (model, again):
-        rates = [(block.drop_path1.drop_prob, block.drop_path2.drop_prob) for block in each.blocks]
-        assert rates == [(0.3, 0.3)] * 3
+    rates = [(block.drop_path1.drop_prob, block.drop_path2.drop_prob) for block in model.blocks]
+    assert rates == [(0.3, 0.3)] * 3
 
 
 def test_a_stem_of_convolutions_is_rebuilt_and_converted(tmp_path):
-    shape: Any = {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 4, "num_heads": 4}
-    shape |= {"num_classes": 10, "class_token": False, "global_pool": "avg"}
-    pairs = {"num_qkv_param_tokens": 64, "num_proj_param_tokens": 64, "num_ffn_param_tokens": 256}
-    model: Any = timm.create_model("tokenformer_vit", stem="conv", **shape, **pairs).eval()
-    vit = VisionTransformer(**shape, mlp_ratio=2, embed_layer=ConvStem).eval()
-    assert [sum(p.numel() for p in each.parameters()) for each in (model, vit)] == [590618, 596250]
-    images = torch.randn(3, 3, 32, 32)
-    for number, each in enumerate((model, from_vit(vit))):
-        save_for_hf(each, tmp_path / str(number), safe_serialization=True)
-        again = timm.create_model(f"local-dir:{tmp_path / str(number)}", pretrained=True).eval()
-        assert torch.equal(again(images), each(images))
-    torch.testing.assert_close(from_vit(vit)(images), vit(images), atol=2e-5, rtol=2e-5)
+    shape: Any = {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 2, "num_heads": 4}
+    vit = VisionTransformer(**shape, num_classes=10, embed_layer=ConvStem).eval()
+    model, images = from_vit(vit), torch.randn(3, 3, 32, 32)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert torch.equal(again(images), model(images))
+    torch.testing.assert_close(model(images), vit(images), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("how", STEMS)
+def test_gradients_of_each_image(small, how):
+    model, x = small(**how), torch.randn(3, 3, 64, 64)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters, image):
+        return torch.func.functional_call(model, parameters, (image[None],)).square().sum()
+
+    grads = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    model(x).square().sum().backward()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(grads[name].sum(0), parameter.grad, rtol=1e-3, atol=1e-4)
 
 
 def test_rotary_positions_follow_the_image_size(small, parts):
@@ -99,17 +126,65 @@ def test_rotary_positions_follow_the_image_size(small, parts):
         fresh.load_state_dict(resized.state_dict())
         images = torch.randn(2, 3, *size)
         assert torch.equal(fresh(images), resized(images))
-        with torch.inference_mode():
-            torch.testing.assert_close(dynamic(images), resized(images))
-        dynamic.train()(images).sum().backward()  # also at a size first seen in inference mode
-        dynamic.eval()
-        torch.testing.assert_close(copy.deepcopy(dynamic)(images), dynamic(images))
+        torch.testing.assert_close(dynamic(images), resized(images))
     with pytest.raises(AssertionError, match="doesn't match model"):
         model(torch.randn(2, 3, 96, 48))
 
 
+@pytest.mark.parametrize("sizes", [((16, 64), (64, 16)), ((32, 32), (16, 16))])
+def test_crops_of_several_sizes_in_one_backward(small, parts, sizes):
+    model = small(**parts, dynamic_img_size=True).train()
+    crops = [torch.randn(2, 3, *size) for size in sizes]
+    for crop in crops:
+        model(crop).square().sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    for checkpointing in (False, True):
+        model.set_grad_checkpointing(checkpointing)
+        model.zero_grad()
+        torch.stack([model(crop).square().sum() for crop in crops]).sum().backward()
+        for parameter, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropped_patches_take_their_rotary_positions_along(small, parts, seed, checkpointing):
+    model, x = small(**parts, patch_drop_rate=0.5).train(), torch.randn(2, 3, 64, 64)
+    model.set_grad_checkpointing(checkpointing)
+    torch.manual_seed(seed)
+    tokens = model.forward_features(x)
+    torch.manual_seed(seed)
+    kept = torch.randn(2, 16).argsort(-1)[:, :8]  # as timm draws them
+    for image, places, out in zip(x, kept, tokens, strict=True):
+        prefix, patches = model._pos_embed(model.patch_embed(image[None])).tensor_split([5], dim=1)
+        by_hand, rope = torch.cat((prefix, patches[:, places]), dim=1), model.rope.get_embed()
+        for block in model.blocks:
+            by_hand = block(by_hand, rope=rope[places])
+        torch.testing.assert_close(out, model.norm(by_hand)[0])
+    assert model.eval().forward_features(x).shape == (2, 5 + 16, 48)
+
+
+HOW = [
+    {"norm": True, "output_fmt": "NLC"},
+    {"return_prefix_tokens": True, "stop_early": True},
+    {"output_dict": True, "return_prefix_tokens": True},
+    {"output_dict": True, "intermediates_only": True},
+    {"intermediates_only": True, "is_causal": True},
+]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_intermediates_are_those_of_timm(small, how, parts):
+    model, x = small(depth=3, reg_tokens=2, dynamic_img_size=True), torch.randn(2, 3, 32, 48)
+    for indices in (2, [0, -2]):
+        theirs = VisionTransformer.forward_intermediates(model, x, indices, **how)
+        torch.testing.assert_close(model.forward_intermediates(x, indices, **how), theirs)
+    model = small(**parts)
+    last, outputs = model.forward_intermediates(images := torch.randn(2, 3, 64, 64), norm=True)
+    assert torch.equal(last, model.forward_features(images))
+    assert torch.equal(outputs[-1].flatten(2).mT, last[:, 5:])
+
+
 def test_functional_calls_of_rotary_models(small, parts):
-    """PyTorch swaps the buffers of a module that several names share, but not back."""
     model, others = small(**parts), [small(**parts), small(**parts, rope_temperature=100.0)]
     images = torch.randn(2, 3, 64, 64)
     expected = model(images)

@@ -20,10 +20,11 @@ from typing import Any
 
 from tokenformer_vit.files import make_folder
 from tokenformer_vit.growth import measure_usage, pattention_layers
-from tokenformer_vit.models.checkpoints import load_model, save_model
+from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.records import environment, write_record
 from tokenformer_vit.vision import compression
 from tokenformer_vit.vision.drawing import draw_compression
+from tokenformer_vit.vision.prediction import load_for_images
 
 from .arguments import Parser, add_model, whole_number
 
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> None:
     if wrong := [share for share in args.keep or () if not 0 < share <= 1]:
         parser.error(f"--keep: {wrong[0]} is not a share above 0 and at most 1")
     chosen, batches = [], []
-    model: Any = load_model(args.model, args.checkpoint, **args.model_kwargs)
+    model: Any = load_for_images(args.model, args.checkpoint, **args.model_kwargs)
     pattention_layers(model.to(args.device))  # refuses a model without pairs
     methods = args.method or ["nested" if compression.is_nested(model) else "prune", "top-k"]
     trained = [size for size in getattr(model, "sizes", ()) if isinstance(size, float)]

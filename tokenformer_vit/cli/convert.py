@@ -24,6 +24,7 @@ from tokenformer_vit.models.from_vit import compare_outputs, from_vit, noise_ima
 from tokenformer_vit.records import read_json
 from tokenformer_vit.vision.compression import tensor_batches
 from tokenformer_vit.vision.images import list_images
+from tokenformer_vit.vision.prediction import load_for_images
 
 from .arguments import Parser, add_model, whole_number
 
@@ -57,9 +58,7 @@ def main(argv: list[str]) -> None:
 def _kind(args: argparse.Namespace) -> str:
     path, about = args.path, {}
     if path.is_file():
-        tensors_alone = path.suffix == ".safetensors"
-        content = {} if tensors_alone else checkpoints.read_checkpoint(path, "meta")
-        about = checkpoints.description_of(path, content)
+        about = checkpoints.description_of(path)
     elif (path / checkpoints.CONFIG).is_file():
         about = read_json(path / checkpoints.CONFIG)
     elif path.is_dir():
@@ -74,7 +73,7 @@ def _kind(args: argparse.Namespace) -> str:
 
 def _from_vit(args: argparse.Namespace, _: Any) -> None:
     if args.model or args.path.exists():
-        vit: Any = checkpoints.load_model(args.model, args.path, **args.model_kwargs)
+        vit: Any = load_for_images(args.model, args.path, **args.model_kwargs)
     else:
         vit = timm.create_model(args.source, pretrained=True, **args.model_kwargs).eval()
     model: Any = from_vit(vit.to(args.device))

@@ -64,9 +64,9 @@ def _vision(args: argparse.Namespace) -> tuple[list[str], list[Any]]:
     with torch.device("meta"), warnings.catch_warnings():
         # The weights of an exported folder are not needed.
         warnings.filterwarnings("ignore", ".*to a meta parameter")
-        model = load_model(name, None, for_images=False, **args.model_kwargs)
+        model = load_model(name, None, **args.model_kwargs)
         if args.against:
-            other = load_model(args.against, None, for_images=False, **args.against_kwargs)
+            other = load_model(args.against, None, **args.against_kwargs)
             return [name, args.against], [model, other]
         if not isinstance(model, TokenFormerViT):
             raise InputError(f"{name} is not a TokenFormer: give the other model with --against")

@@ -17,6 +17,7 @@ import torch
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import whole_file
 from tokenformer_vit.models import checkpoints
+from tokenformer_vit.vision.prediction import load_for_images
 
 from .arguments import Parser
 
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if args.target.exists():
         raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
-    model = checkpoints.load_model(args.model, args.checkpoint)
+    model = load_for_images(args.model, args.checkpoint)
     if args.target.suffix == ".pth":
         with whole_file(args.target) as file:
             torch.save(checkpoints.mmpretrain_checkpoint(model), file)

@@ -18,11 +18,11 @@ import sys
 from pathlib import Path
 
 from tokenformer_vit.files import make_folder
-from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.records import environment, write_record
 from tokenformer_vit.vision.drawing import draw_exemplars, draw_maps
 from tokenformer_vit.vision.images import list_images
 from tokenformer_vit.vision.inspection import MOST, inspect_pairs
+from tokenformer_vit.vision.prediction import load_for_images
 
 from .arguments import Parser, add_model, whole_number
 
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     add("--top", type=number, default=8, metavar="K", help="or the K strongest pairs; default: 8")
     args = parser.parse_args(argv)
     make_folder(args.out, "--out")
-    model = load_model(args.model, args.checkpoint, **args.model_kwargs)
+    model = load_for_images(args.model, args.checkpoint, **args.model_kwargs)
     chosen = (args.layer, args.tokens, args.top, args.exemplars, args.batch_size, args.device)
     record = inspect_pairs(model, list_images(args.images), *chosen)
     draw = draw_exemplars if args.exemplars else draw_maps

@@ -19,9 +19,9 @@ from tqdm import tqdm
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import make_folder
 from tokenformer_vit.models import compile_blocks
-from tokenformer_vit.models.checkpoints import find_weights, load_model
+from tokenformer_vit.models.checkpoints import find_weights
 from tokenformer_vit.vision.images import list_images
-from tokenformer_vit.vision.prediction import predict
+from tokenformer_vit.vision.prediction import load_for_images, predict
 
 from .arguments import Parser, add_model, whole_number
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
         make_folder(args.out.parent, "--out")
     if checkpoint is None and args.model and find_weights(Path(args.model)).is_file():
         checkpoint = Path(args.model)
-    model = load_model(args.model, checkpoint, **args.model_kwargs)
+    model = load_for_images(args.model, checkpoint, **args.model_kwargs)
     if checkpoint is None and not args.model.startswith("local-dir:"):
         print(f"warning: {args.model} has random weights: no --checkpoint", file=sys.stderr)
     if args.compile:

@@ -6,13 +6,12 @@ Reading runs no code, and finds damage by the SHA-256 in ``config.json`` or a ``
 import argparse
 import hashlib
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
 from typing import Any
-from zipfile import BadZipFile, ZipFile, is_zipfile
+from zipfile import BadZipFile, ZipFile
 
 import timm
 import torch
@@ -37,10 +36,8 @@ _STATE_DICTS = ("state_dict_ema", "model_ema", "state_dict", "model")
 # base of rotary positions, which users change to read longer sequences.
 _HIDDEN = ("theta", "norm", "qk_norm", "num_heads", "norm_eps", "use_rot_pos_emb", "rotary_share")
 _HIDDEN += ("nested", "nested_kinds")
-
+_STEM = "patch_embed.proj.weight"
 _LICENSE = "apache-2.0 # of the code; check what your data allow, and correct this line"
-_UNREADABLE = (SafetensorError, BadZipFile, UnpicklingError, RuntimeError, EOFError)
-_log = logging.getLogger("tokenformer_vit")
 
 
 def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
@@ -52,13 +49,14 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
         if path.suffix == ".safetensors":
             check_digest(path)
             return {"state_dict": load_file(path, device=str(map_location or "cpu"))}
-        if is_zipfile(path) and ZipFile(path).testzip():  # PyTorch does not check
-            raise BadZipFile
+        with path.open("rb") as file:
+            if file.read(2) == b"PK" and ZipFile(file).testzip():  # PyTorch does not check
+                raise BadZipFile
         # The command line of timm's and DeiT's trainings is a Namespace.
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location=map_location, weights_only=True)
         return content if isinstance(content, dict) else {type(content).__name__: content}
-    except _UNREADABLE as error:
+    except (SafetensorError, BadZipFile, UnpicklingError, EOFError) as error:
         # Not PyTorch's message, which advises to run the code in the file.
         raise InputError(
             f"{path} is damaged, or holds more than tensors and plain values, and loading it could "
@@ -67,7 +65,7 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
 
 
 def find_weights(checkpoint: Path) -> Path:
-    """Return the file of an exported folder, or of a model whose weights are in this package."""
+    """Return the file of an exported folder or of a model of this package, or ``checkpoint``."""
     if not checkpoint.exists() and timm.is_model_pretrained(str(checkpoint)):
         file = getattr(timm.get_pretrained_cfg(str(checkpoint)), "file", None)
         return Path(file) if file else checkpoint
@@ -75,19 +73,23 @@ def find_weights(checkpoint: Path) -> Path:
 
 
 def state_dict_in(content: Mapping[str, Any], path: str | Path) -> dict[str, Tensor]:
-    """Return the tensors of a model in the content of a file, without the prefix of a wrapper."""
+    """Return the tensors of a model in the content of a file, by timm's names."""
     found = next((content[name] for name in _STATE_DICTS if content.get(name)), content)
     if not found or not all(isinstance(each, Tensor) for each in found.values()):
         names = ", ".join(map(str, list(found)[:5]))
         raise InputError(f"{path} holds no state dict, but {names}: save model.state_dict()")
-    return clean_state_dict(dict(found))
+    found = timm_state_dict(clean_state_dict(dict(found)))
+    wrapped = all(name.startswith("model.") for name in found)  # Lightning, TimmClassifier
+    return {name.removeprefix("model.") if wrapped else name: t for name, t in found.items()}
 
 
 def description_of(path: Path, content: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return what a checkpoint, or the ``config.json`` beside an export, says of its model."""
+    """Return what a file, with this content, or the ``config.json`` beside it says of its model."""
     config = path.with_name(CONFIG)
     if path.name == WEIGHTS and config.is_file():
         return json.loads(config.read_text(encoding="utf-8"))
+    if content is None and path.suffix != ".safetensors" and path.is_file():
+        content = read_checkpoint(path, "meta")
     return (content or {}).get(DESCRIPTION) or {}
 
 
@@ -102,7 +104,7 @@ def _digest(path: Path) -> str:
 
 def check_digest(path: Path) -> None:
     """Compare exported weights with the SHA-256 in their ``config.json``, if it has one."""
-    expected = description_of(path).get("sha256")
+    expected = description_of(path, {}).get("sha256")
     if expected is not None and expected != _digest(path):
         raise InputError(
             f"{path} is damaged or was replaced ({CONFIG} has another SHA-256): copy both again"
@@ -144,83 +146,70 @@ def load_model(
     num_classes: int | None = None,
     /,
     *,
-    for_images: bool = True,
+    new_norm: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
     """Build a timm model on the CPU, in evaluation mode, and load its weights strictly.
 
-    ``name`` is a timm model or ``local-dir:FOLDER``; None if ``checkpoint``, a file or an exported
-    folder, describes its model. Without a checkpoint weights are random. ``kwargs`` are arguments
-    of the model; with ``img_size``, position embeddings are resampled. With ``for_images=False``
-    the model will be trained, and a norm after the pooling may be new, as MAE is fine-tuned.
+    Args:
+        name: timm model, or ``local-dir:FOLDER``; None if ``checkpoint`` describes its model.
+        checkpoint: File, exported folder, or model of this package; None for random weights.
+        num_classes: Number of classes; default: that of the weights.
+        new_norm: Allow a missing ``fc_norm``, as when an MAE encoder is fine-tuned.
+        **kwargs: Arguments of the model. With ``img_size``, position embeddings are resampled.
     """
     if name is not None and name.startswith("local-dir:"):
         name, checkpoint = None, checkpoint or Path(name.removeprefix("local-dir:"))
-    described, weights, resample = {}, None, "img_size" in kwargs
+    described, weights, resample = {}, {}, "img_size" in kwargs
     if checkpoint is not None:
         checkpoint = find_weights(checkpoint)
         content = read_checkpoint(checkpoint)
         described = description_of(checkpoint, content)
-        weights = timm_state_dict(state_dict_in(content, checkpoint))
-        if all(n.startswith("model.") for n in weights):  # Lightning, mmpretrain's TimmClassifier
-            weights = {n.removeprefix("model."): each for n, each in weights.items()}
+        weights = state_dict_in(content, checkpoint)
+    trained = described.get("model_args") or {}
     if name is None:
-        if "architecture" not in described:
-            place = checkpoint or "the command"
-            raise InputError(
-                f"{place} names no timm model: name it with --model, or give an exported folder"
-            )
-        name = str(described["architecture"])
-        kwargs = {**(described.get("model_args") or {}), **kwargs}
+        name, kwargs = described.get("architecture"), {**trained, **kwargs}
+    if name is None:
+        place = checkpoint or "the command"
+        raise InputError(
+            f"{place} names no timm model: name it with --model, or give an exported folder"
+        )
+    named = kwargs.pop("num_classes", None)
+    num_classes = named if num_classes is None else num_classes
+    if num_classes is None and weights:
+        heads = getattr(timm.get_pretrained_cfg(name), "classifier", None) or "head"
+        head = heads if isinstance(heads, str) else heads[0]
+        num_classes = len(weights.get(f"{head}.weight", ()))
+    overlay = {**(described.get("pretrained_cfg") or {}), "num_classes": num_classes}
+    overlay["label_names"] = described.get("label_names")
     try:
-        model = _build(name, described, weights, num_classes, kwargs)
+        model: Any = timm.create_model(
+            name,
+            num_classes=num_classes,
+            pretrained_cfg_overlay={key: each for key, each in overlay.items() if each is not None},
+            # timm resamples positions from the grid of this image size; without it, from a square.
+            pretrained_model_args=trained,
+            **kwargs,
+        )
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(
             f"the model {name} cannot be built ({one_line(error)}): correct its name or arguments"
         ) from error
-    if weights is not None:
-        if for_images and not described:
-            _log.warning("%s does not describe its preprocessing: %s's is used", checkpoint, name)
-        check_computation(model, described.get("model_args") or {}, checkpoint)
-        weights = _fit(model, weights, resample, new_norm=not for_images)
-        if faults := model_faults(model.state_dict(), weights):
+    if weights:
+        check_computation(model, trained, checkpoint)
+        own = model.state_dict()
+        if resample and "pos_embed" in own and "pos_embed" in weights:
+            # Not all tensors: timm would also resample patches, to a size that nobody has trained.
+            chosen = {n: t for n, t in weights.items() if n in ("pos_embed", _STEM)}
+            weights["pos_embed"] = checkpoint_filter_fn(chosen, model)["pos_embed"]
+        if new_norm and "fc_norm.weight" in own and "norm.weight" in weights:
+            weights = {name: each for name, each in weights.items() if not name.startswith("norm.")}
+            weights |= {name: own[name] for name in own if name.startswith("fc_norm.")}
+        if faults := model_faults(own, weights):
             way = "Give the --model it was trained as, with its --model-kwargs"
             raise InputError(f"{checkpoint} does not fit {name}: {faults}. {way}")
         model.load_state_dict(weights)
     return model.eval()
-
-
-def _build(
-    name: str, described: dict, weights: Any, num_classes: int | None, kwargs: dict
-) -> nn.Module:
-    """Build a model with the preprocessing and class names of its description."""
-    named = kwargs.pop("num_classes", None)
-    num_classes = named if num_classes is None else num_classes
-    if num_classes is None and weights is not None:
-        head = getattr(timm.get_pretrained_cfg(name), "classifier", None) or "head"
-        head = head if isinstance(head, str) else head[0]
-        num_classes = len(weights.get(f"{head}.weight", ()))
-    overlay = {**(described.get("pretrained_cfg") or {}), "num_classes": num_classes}
-    overlay["label_names"] = described.get("label_names")
-    return timm.create_model(
-        name,
-        num_classes=num_classes,
-        pretrained_cfg_overlay={key: value for key, value in overlay.items() if value is not None},
-        # timm resamples positions from the grid of this image size; without it, from a square.
-        pretrained_model_args=described.get("model_args"),
-        **kwargs,
-    )
-
-
-def _fit(model: Any, weights: dict[str, Tensor], resample: bool, new_norm: bool) -> dict:
-    own, stem = model.state_dict(), "patch_embed.proj.weight"
-    # timm would also resample patches of another size, which nobody has trained.
-    if resample and stem in own and stem in weights and own[stem].shape == weights[stem].shape:
-        weights = checkpoint_filter_fn(weights, model)
-    if new_norm and "fc_norm.weight" in own and "norm.weight" in weights:
-        weights = {name: each for name, each in weights.items() if not name.startswith("norm.")}
-        weights |= {name: own[name] for name in own if name.startswith("fc_norm.")}
-    return weights
 
 
 def model_faults(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
@@ -263,8 +252,6 @@ def save_model(
     Class names and preprocessing, in timm's words, are by default those of the model. ``facts`` are
     sections of the card, such as ``{"Training": {"Epochs": 3}}``. An edited card stays.
     """
-    if hasattr(model, "record_param_tokens"):
-        model.record_param_tokens()  # only its blocks may have been grown
     description = describe_model(model, model.num_classes, label_names, data_config)
     card = folder / CARD
     with new_folder(folder) as partial:

@@ -223,10 +223,8 @@ class TokenFormerViT(VisionTransformer):
         x, rope = self.embed(x)
         outputs = []
         for index, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            if self.grad_checkpointing:
-                x = checkpoint(block, x, attn_mask, is_causal, rope)
-            else:
-                x = block(x, attn_mask, is_causal, rope)
+            run = partial(checkpoint, block) if self.grad_checkpointing else block
+            x = run(x, attn_mask, is_causal, rope)
             if index in taken:
                 outputs.append(self.norm(x) if norm else x)
         prefix = [y[:, : self.num_prefix_tokens] for y in outputs]
@@ -235,14 +233,14 @@ class TokenFormerViT(VisionTransformer):
             patches = [y.transpose(1, 2).unflatten(2, grid).contiguous() for y in patches]
         with_prefix = return_prefix_tokens and self.num_prefix_tokens > 0
         if output_dict:
-            result: dict[str, Any] = {"image_intermediates": patches}
-            result |= {"image_intermediates_prefix": prefix} if with_prefix else {}
-            return result if intermediates_only else {**result, "image_features": self.norm(x)}
+            last_one = {} if intermediates_only else {"image_features": self.norm(x)}
+            before = {"image_intermediates_prefix": prefix} if with_prefix else {}
+            return {"image_intermediates": patches, **before, **last_one}
         found: list[Any] = list(zip(patches, prefix, strict=True)) if with_prefix else patches
         return found if intermediates_only else (self.norm(x), found)
 
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
-        """Initialise the weights as timm does; see also :func:`draw_prefix_tokens`."""
+        """Initialise the weights as timm does, except class and register tokens."""
         super().init_weights(mode, needs_reset)  # type: ignore[arg-type]
         draw_prefix_tokens(self)
 
@@ -271,19 +269,18 @@ class TokenFormerViT(VisionTransformer):
     @property
     def _model_args(self) -> dict[str, Any]:
         """The arguments that rebuild the model: what timm recorded, and what the layers say now."""
-        args = dict(self._recorded_args)
-        args = {key: args[key] for key in args if key not in ("nested", "nested_kinds")}
-        args |= {"depth": len(self.blocks), "use_rot_pos_emb": self.rope is not None}
+        blocks: Any = self.blocks
+        stale = ("nested", "nested_kinds")
+        args = {name: value for name, value in self._recorded_args.items() if name not in stale}
+        args |= {"depth": len(blocks), "use_rot_pos_emb": self.rope is not None}
+        args |= nested_arguments(self)
         if isinstance(self.norm, nn.Identity) and isinstance(self.fc_norm, nn.Identity):
             args["final_norm"] = False
-        args |= nested_arguments(self)
-        blocks: Any = self.blocks
         if not len(blocks):
             return args
-        layers = find_layers(blocks).values()
-        eps = _common(layer.eps for layer in layers)
-        if eps != (args["pattention_args"] or {}).get("eps", EPS):
-            args["pattention_args"] = {**(args["pattention_args"] or {}), "eps": eps}
+        layers, shared = find_layers(blocks).values(), args["pattention_args"] or {}
+        if (eps := _common(layer.eps for layer in layers)) != shared.get("eps", EPS):
+            args["pattention_args"] = {**shared, "eps": eps}
         norms = [norm for block in blocks for norm in (block.norm1, block.norm2)]
         return {
             **args,

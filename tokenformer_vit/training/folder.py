@@ -121,7 +121,7 @@ def _model(start: Start, recipe: Any, side: int, count: int, classes: int) -> tu
     kept = ("type", "checkpoint_path", "frozen", "compile")
     backbone = {"_delete_": True} | {key: recipe[key] for key in kept if key in recipe}
     if start.checkpoint is not None:
-        model: Any = load_model(start.model, start.checkpoint, for_images=False)
+        model: Any = load_model(start.model, start.checkpoint, new_norm=True)
         described = describe_model(model, classes)
         json.loads(json.dumps(described["model_args"]), object_pairs_hook=_check_plain)
         weights = find_weights(start.checkpoint)
@@ -139,7 +139,7 @@ def _model(start: Start, recipe: Any, side: int, count: int, classes: int) -> tu
         arguments["img_size"] = size
         if start.model is None and count < 10_000:  # few images: the size of digits_demo
             arguments |= {"embed_dim": 96, "depth": 4, "num_heads": 3}
-        model = load_model(name, None, classes, for_images=False, **arguments)
+        model = load_model(name, None, classes, **arguments)
         check_classifier(model, f"--model {name}")
         backbone |= {"model_name": name, **arguments}
         images = {"input_size": (3, size, size), "crop_pct": 1.0, "interpolation": "bicubic"}

@@ -1,5 +1,6 @@
 """Classify image files with a timm model."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from timm.data import ImageNetInfo, resolve_input_data_config
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.checkpoints import description_of, find_weights, load_model
 
 from .images import read_images
 
@@ -34,6 +36,15 @@ def predict(
         tops = iter(_top(model, torch.stack(readable).to(device), names, topk) if readable else ())
         for path, image in batch:
             yield path, image if isinstance(image, InputError) else next(tops)
+
+
+def load_for_images(name: str | None, checkpoint: Path | None, **kwargs: Any) -> nn.Module:
+    """Load a model as ``load_model`` does, and warn if the checkpoint names no preprocessing."""
+    model = load_model(name, checkpoint, **kwargs)
+    if checkpoint is not None and not description_of(find_weights(checkpoint)):
+        warning = "%s does not describe its preprocessing: %s's is used"
+        logging.getLogger("tokenformer_vit").warning(warning, checkpoint, name)
+    return model
 
 
 def class_names(model: Any) -> list[str]:

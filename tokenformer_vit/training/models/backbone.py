@@ -49,7 +49,7 @@ class TimmClassificationBackbone(BaseModule):
                 "frozen=True would also freeze the pairs that growth appends: set one of the two"
             )
         if checkpoint_path:
-            self.model = load_model(model_name, Path(checkpoint_path), for_images=False, **kwargs)
+            self.model = load_model(model_name, Path(checkpoint_path), new_norm=True, **kwargs)
             self.model.train().reset_classifier(0)
         else:
             kwargs["num_classes"] = 0

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import load_model
+from tokenformer_vit.vision.prediction import load_for_images
 
 from ..data.mixing import LabelHead
 
@@ -28,7 +29,7 @@ class Teacher:
 
     def __init__(self, name: str, checkpoint_path: str, student: Any) -> None:
         if checkpoint_path:
-            model: Any = load_model(name, Path(checkpoint_path))
+            model: Any = load_for_images(name, Path(checkpoint_path))
         elif Path(name).exists():
             model = load_model(None, Path(name))
         else:
