@@ -26,7 +26,7 @@ BACKBONES = {
     "softmax": {"model_name": "tokenformer_tiny", "theta": "softmax", "norm": "bias"},
     "shared": {
         "model_name": "tokenformer_tiny",
-        "theta": "gelu_tanh_l2",
+        "theta": "gelu_l1",
         "pattention_args": ConfigDict(learn_tau=True, eps=1e-3, key_init_scale=0.5),
     },
     "vit5": {"model_name": "tokenformer_small_rope_reg4", "global_pool": "avg"},
