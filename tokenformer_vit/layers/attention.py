@@ -6,12 +6,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from timm.layers import (
-    apply_rot_embed_cat,
-    maybe_add_mask,
-    resolve_self_attn_mask,
-    use_fused_attn,
-)
+from timm.layers import apply_rot_embed_cat, maybe_add_mask, resolve_self_attn_mask, use_fused_attn
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
