@@ -62,7 +62,7 @@ setup(
     cmdclass={"build_py": BuildWithConfigs},
     packages=find_packages(include=["tokenformer_vit", "tokenformer_vit.*"]),
     package_data={"tokenformer_vit": ["py.typed", "models/pretrained/*/*"]},
-    entry_points={"console_scripts": ["tokenformer-vit = tokenformer_vit.cli:main"]},
+    entry_points={"console_scripts": ["tokenformer-vit = tokenformer_vit.__main__:main"]},
     python_requires=">=3.10",
     # `nox -s floor` runs the tests with the lowest versions that fit. The bounds without a comment
     # are from about the time of Python 3.13, the newest that is tested.

@@ -123,7 +123,7 @@ def pairs(args: argparse.Namespace, data: Images, test: Images, models: Any, see
     usage = measure_usage(model, data[0][:2000].split(500))
     for kept in (count, count // 2, count // 4, count // 8, count // 16):
         used = prune(copy.deepcopy(model), usage, num_qkv_param_tokens=kept)
-        for variant, each in (("σ", extract(model, {"qkv": kept})), ("usage", used)):
+        for variant, each in (("σ", extract(model, num_qkv_param_tokens=kept)), ("usage", used)):
             value = top1(logits_of(each, images), labels)
             yield variant, "float32", f"{kept}/{count}", value, len(labels)
 

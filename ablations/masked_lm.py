@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import TokenMasks, count_pairs
-from tokenformer_vit.language import MASKS
+from tokenformer_vit.growth import count_pairs, use_pairs
 from tokenformer_vit.training.distributed import unwrap
 from tokenformer_vit.training.language.data import TokenDataset
 from tokenformer_vit.training.language.model import CausalLM
+
+MASKS = "masks.pt"
 
 
 @MODELS.register_module()
@@ -47,32 +48,41 @@ class MaskedLM(CausalLM):
         if masks and growth:  # weight decay changes pairs outside the mask unless they are frozen
             growth = {"freeze": "old", **growth}
         super().__init__(checkpoint=checkpoint, growth=growth, **kwargs)
-        self.masks = None
+        self.masks: dict[str, dict[str, Tensor]] = {}  # indices by text and layer, newest last
         if masks:
             file = Path(checkpoint, MASKS)
-            known = torch.load(file, weights_only=True) if checkpoint and file.is_file() else {}
-            if growth and not known:
+            if checkpoint and file.is_file():
+                self.masks = torch.load(file, weights_only=True)
+            elif growth:
                 raise InputError(f"{checkpoint} has no {MASKS}: its pairs would be in the new mask")
-            self.masks = TokenMasks(self.model, known)
-            new = {}
-            for name in count_pairs(self.model):
-                used = max((int(mask[name][-1]) + 1 for mask in known.values()), default=0)
-                new[name] = slice(used, None)
-            self.masks.add(masks["new"], new)
-            self.masks.activate(masks["new"])
+            used = [
+                max((int(m[name][-1]) + 1 for m in self.masks.values()), default=0)
+                for name in count_pairs(self.model)
+            ]
+            counts = count_pairs(self.model).items()
+            self.masks[masks["new"]] = {
+                name: torch.arange(start, count)
+                for start, (name, count) in zip(used, counts, strict=True)
+            }
         for name, parameter in self.model.named_parameters() if frozen_stem or masks else ():
             if "blocks." not in name:
                 parameter.requires_grad_(not frozen_stem)
 
+    def forward(self, inputs: Tensor, source: Tensor | None = None, mode: str = "tensor") -> Any:
+        """Use the pairs of the newest mask."""
+        newest = self.masks[[*self.masks][-1]] if self.masks else {}
+        with use_pairs(self.model, newest):
+            return super().forward(inputs, source, mode)
+
     def _measure(self, inputs: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
         """Read each text through its mask."""
-        if self.masks is None:
+        if not self.masks:
             return super()._measure(inputs, source)
         losses = torch.zeros(inputs[:, 1:].shape, device=inputs.device)
         right, names = losses.bool(), dict(enumerate(self.sources))
         for number in map(int, source.unique()):
             name, rows = names.get(number), source == number
-            with self.masks.use(name if name in self.masks.pairs else [*self.masks.pairs][-1]):
+            with use_pairs(self.model, self.masks.get(name, self.masks[[*self.masks][-1]])):
                 losses[rows], right[rows] = super()._measure(inputs[rows], source[rows])
         return losses, right
 
@@ -87,8 +97,8 @@ class MasksHook(Hook):
 
     @master_only
     def after_train(self, runner) -> None:
-        """Save the masks, which the next stage and ``evaluate-lm`` load."""
-        torch.save(unwrap(runner.model).masks.pairs, Path(runner.work_dir, MASKS))
+        """Save the masks, which the next stage loads."""
+        torch.save(unwrap(runner.model).masks, Path(runner.work_dir, MASKS))
 
 
 @DATASETS.register_module()

@@ -47,10 +47,9 @@ def short_warmup(cfg: Config, sizes: Sizes) -> None:
 def enlarged(cfg: Config, sizes: Sizes, before: float, size: float, **how: Any) -> None:
     """Grow from one size to another at the start; with ``nested``, keep the sizes before them."""
     fewer_pairs(before)(cfg, sizes)
-    smaller = [sizes.pairs(each) for each in SMALLER if each < before]
+    smaller = [each / before for each in SMALLER if each < before]
     if how.get("nested") and smaller:
-        parts = [{kind: pairs[name] for kind, name in COUNTS.items()} for pairs in smaller]
-        cfg["model"]["backbone"]["nested"] = parts
+        cfg["model"]["backbone"]["nested"] = smaller
     hook("GrowthHook", schedule=[{"iteration": 0, **sizes.pairs(size)}], **how)(cfg, sizes)
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from tokenformer_vit.benchmarking.matched import mlp_ratio
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth.resize import Change, resize
+from tokenformer_vit.growth.resize import GrownParameter, resize, unwrapped
 from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.training.models.growth import GrowthHook
 
@@ -46,7 +46,7 @@ def widen_mlp(
     The outgoing weights of a neuron are divided among it and its copies: Net2WiderNet,
     arXiv:1511.05641, Section 2.2. The model is, or holds, a ViT of timm, GPT-2 or GPT-NeoX.
     """
-    generator, changes = torch.Generator().manual_seed(seed), list[Change]()
+    generator, changes = torch.Generator().manual_seed(seed), list[GrownParameter]()
     mlps: Any = [each for name, each in model.named_modules() if name.endswith("mlp")]
     for mlp in mlps:
         assert type(mlp).__name__ in ("Mlp", "GPT2MLP", "GPTNeoXMLP"), "a gated one would change"
@@ -65,15 +65,18 @@ def widen_mlp(
         source, shares = source.to(before.weight.device), shares.to(after.weight)
         shared = after.weight.index_select(outputs, source) * shares.unsqueeze(1 - outputs)
         changes += [
-            (before.weight, before.weight.index_select(inputs, source), [before.weight]),
-            (before.bias, before.bias[source], [before.bias]),
-            (after.weight, shared, [after.weight]),
+            GrownParameter(layer, data, [layer])
+            for layer, data in (
+                (before.weight, before.weight.index_select(inputs, source)),
+                (before.bias, before.bias[source]),
+                (after.weight, shared),
+            )
         ]
         if transposed:
             before.nf = after.nx = hidden_features
         else:
             before.out_features = after.in_features = hidden_features
-    resize(changes, optimizer, "keep")
+    resize(changes, unwrapped(optimizer), "keep")
     for module in model.modules():  # what a model is rebuilt from
         if isinstance(module, VisionTransformer):
             ratio = mlp_ratio(hidden_features, module.embed_dim)

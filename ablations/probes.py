@@ -30,8 +30,7 @@ from timm.models.vision_transformer import init_weights_vit_timm, vit_base_patch
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import measure_usage, nest, pattention_layers, reorder
-from tokenformer_vit.layers.split import fuse_tokens
+from tokenformer_vit.growth import join_tokens, measure_usage, nest, pattention_layers, reorder
 from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.models.sizes import find_layers
 from tokenformer_vit.models.vit import ConvStem, draw_prefix_tokens
@@ -135,7 +134,7 @@ class ProbeBackbone(TimmClassificationBackbone):
             self._draw_stem(stem_seed, model_name, **sizes)
         if nested_tau == "kept":
             for layer in pattention_layers(self.model).values():
-                layer.set_nested(layer.nested, layer.tau)
+                layer.set_nested(layer.nested, [layer.tau_at(1.0)] * len(layer.nested))
         if frozen_norms:
             for module in self.model.blocks.modules():
                 if isinstance(module, nn.LayerNorm):
@@ -233,6 +232,7 @@ def diagnose(classifier: nn.Module, batch: dict[str, Any]) -> list[dict[str, Any
     do not count.
     """
     copied: Any = copy.deepcopy(classifier).float().eval().requires_grad_(False)
+    join_tokens(copied)  # one gradient for all keys, instead of old and new ones apart
     layers, figures = find_layers(copied), {}
 
     def note(layer: Any, inputs: tuple[Tensor, ...]) -> None:
@@ -244,7 +244,6 @@ def diagnose(classifier: nn.Module, batch: dict[str, Any]) -> list[dict[str, Any
         figures[layer] = {"entropy": np.nanmean(entropy), "kurtosis": np.nanmean(kurtosis)}
 
     for layer in layers.values():
-        fuse_tokens(layer)  # one gradient for all keys, instead of old and new ones apart
         layer.key_param_tokens.requires_grad_()
         layer.value_param_tokens.requires_grad_()
         layer.register_forward_pre_hook(note)

@@ -1,20 +1,19 @@
-"""Measure what a rewrite of the core must keep, and compare it with the record of 6f4cc28.
+"""Measure what a rewrite of the core must keep, and compare it with a record.
 
 ``python tests/baseline.py PART [PART ...] [--record FILE]`` prints parts as JSON, or adds them to a
-file; baseline.json is that of 6f4cc28, with which errors and classes are compared. Times are only
+file; baseline.json is that of da6feacf, with which errors and classes are compared. Times are only
 comparable within an hour: run two versions in turn, each with its checkout as PYTHONPATH. Parts:
 
 - errors: relative errors of each Θ, output and gradients, against float64;
-- classes: what ``tokenformer_cifar10_micro`` predicts for 1,000 test images of CIFAR-10;
+- classes: what both shipped models predict for the 10,000 test images of CIFAR-10;
 - speed: training and inference on a CPU, compiled, relative to a ViT of the same size;
 - decoding: time of a token of the language model ``tiny``, relative to a Transformer;
-- calls: Python functions of this package that a block calls;
+- calls: Python functions of this package that a block calls, forward and in a training step;
 - training: ``cifar10_micro_50k`` with three seeds: top-1 and images a second (10 minutes or more).
 """
 
 import argparse
 import io
-import itertools
 import json
 import os
 import statistics
@@ -54,16 +53,16 @@ def ratios_in_turn(models: list, time_of: Callable[..., float], rounds: int) -> 
 
 def measure_errors() -> dict[str, dict[str, dict[str, float]]]:
     """Return relative errors by Θ and dtype: over 64 draws, of outputs and gradients."""
-    thetas = [theta for theta in THETAS if THETAS[theta].norm_order]  # else τ has no gradient
     return {
         theta: {name: theta_errors(theta, dtype) for name, dtype in DTYPES.items()}
-        for theta in thetas
+        for theta in THETAS
     }
 
 
 def theta_errors(theta: str, dtype: torch.dtype, draws: int = 64) -> dict[str, float]:
     """Return the relative errors of one Θ in one dtype; inputs are drawn in that dtype."""
-    wrong, size = dict.fromkeys(NAMES, 0.0), dict.fromkeys(NAMES, 0.0)
+    names = NAMES if THETAS[theta].norm_order else NAMES[:-1]  # else τ has no gradient
+    wrong, size = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
     for seed in range(draws):
         random = torch.Generator().manual_seed(seed)
         shapes = [(256, 96), (384, 96), (384, 96), (256, 96)]
@@ -71,11 +70,11 @@ def theta_errors(theta: str, dtype: torch.dtype, draws: int = 64) -> dict[str, f
         drawn = [each.to(dtype) for each in (x, keys / 96**0.5, values, grad)]
         exact = outputs_and_gradients([each.double() for each in drawn], theta)
         for name, ours, truth in zip(
-            NAMES, outputs_and_gradients(drawn, theta), exact, strict=True
+            names, outputs_and_gradients(drawn, theta), exact, strict=True
         ):
             wrong[name] += float((ours.double() - truth).square().sum())
             size[name] += float(truth.square().sum())
-    return {name: (wrong[name] / size[name]) ** 0.5 for name in NAMES}
+    return {name: (wrong[name] / size[name]) ** 0.5 for name in names}
 
 
 def outputs_and_gradients(drawn: list[torch.Tensor], theta: str) -> list[torch.Tensor]:
@@ -83,22 +82,27 @@ def outputs_and_gradients(drawn: list[torch.Tensor], theta: str) -> list[torch.T
     tau = torch.tensor(default_tau(theta, 384))
     leaves = [each.clone().requires_grad_() for each in (*drawn[:3], tau)]
     output = pattention(*leaves[:3], theta, leaves[3])
+    leaves = leaves if THETAS[theta].norm_order else leaves[:3]
     return [output.detach(), *torch.autograd.grad(output, leaves, drawn[3])]
 
 
 @torch.no_grad()
-def measure_classes() -> list[int]:
-    """Return the classes of the first 1,000 test images of CIFAR-10."""
+def measure_classes() -> dict[str, str]:
+    """Return the classes of CIFAR-10's test images, a digit each, by model."""
     from PIL import Image
     from pyarrow import parquet
 
     folder = Path(os.environ["TOKENFORMER_TEST_DATA"], "cifar10/plain_text")
     (file,) = folder.glob("test-*.parquet")
-    rows = parquet.read_table(file).slice(0, 1000).column("image").to_pylist()
-    model = timm.create_model("tokenformer_cifar10_micro", pretrained=True).eval()
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-    images = [transform(Image.open(io.BytesIO(row["bytes"])).convert("RGB")) for row in rows]
-    return [c for part in torch.stack(images).split(250) for c in model(part).argmax(1).tolist()]
+    rows = [each["bytes"] for each in parquet.read_table(file)[0].to_pylist()]
+    found = {}
+    for name in ("tokenformer_cifar10_micro", "tokenformer_cifar10_stem"):
+        model = timm.create_model(name, pretrained=True).eval()
+        transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+        images = torch.stack([transform(Image.open(io.BytesIO(row))) for row in rows])
+        classes = torch.cat([model(part).argmax(1) for part in images.split(250)])
+        found[name] = "".join(map(str, classes.tolist()))
+    return found
 
 
 def measure_speed() -> dict[str, dict[str, float]]:
@@ -176,21 +180,23 @@ def measure_decoding() -> dict[str, float]:
     return {"ours / Transformer": round(statistics.median(ratios), 3)}
 
 
-def count_calls() -> int:
-    """Return how many Python functions of this package one block calls in a forward pass."""
-    block = blocks_of(timm.create_model("tokenformer_tiny", img_size=32))[0].train()
+def count_calls() -> dict[str, int]:
+    """Return how many Python functions of this package one block calls."""
+    block = blocks_of(timm.create_model("tokenformer_tiny", img_size=32))[0]
     x = torch.randn(2, 5, 192, requires_grad=True)
-    block(x)
-    own, calls = str(Path(tokenformer_vit.__file__).parent), itertools.count()
+    own, calls = str(Path(tokenformer_vit.__file__).parent), [0]
 
     def trace(frame, event, arg):
-        if event == "call" and frame.f_code.co_filename.startswith(own):
-            next(calls)
+        calls[-1] += event == "call" and frame.f_code.co_filename.startswith(own)
 
-    sys.setprofile(trace)
     block(x)
-    sys.setprofile(None)
-    return next(calls)
+    for step in (lambda: block.eval()(x), lambda: block.train()(x).sum().backward()):
+        calls.append(0)
+        with torch.set_grad_enabled(len(calls) > 2):
+            sys.setprofile(trace)
+            step()
+            sys.setprofile(None)
+    return dict(zip(("forward", "training step"), calls[1:], strict=True))
 
 
 def measure_training() -> dict[str, list[float]]:
@@ -225,8 +231,9 @@ def compare_with_record(measured: dict) -> None:
     if relative:
         print(f"largest error relative to the record: {max(relative)}")
     if "classes" in measured:
-        other = sum(a != b for a, b in zip(measured["classes"], known["classes"], strict=True))
-        print(f"other classes than the record: {other}")
+        for model, classes in measured["classes"].items():
+            other = sum(a != b for a, b in zip(classes, known["classes"][model], strict=True))
+            print(f"{model}: other classes than the record: {other} of {len(classes)}")
 
 
 PARTS = {

@@ -20,6 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # `train` would start itself again with it
 
 
 def pytest_collection_finish() -> None:

@@ -23,6 +23,12 @@ def main(argv):
     print("nobody reads this")
 cli.run(main)
 """
+CONFIG = """
+import os, sys
+rank = os.environ.get("LOCAL_RANK")
+print(os.environ["OMP_WAIT_POLICY"], rank, sys.flags.utf8_mode, *sys.argv[-3:])
+raise RuntimeError("enough")
+"""
 
 
 @pytest.mark.parametrize(
@@ -77,6 +83,23 @@ def test_a_worker_s_error_is_its_own_message_and_a_defect_keeps_its_traceback(ca
     with pytest.raises(ZeroDivisionError):
         cli.run(lambda _: 1 / 0, [])
     assert one_line(ValueError("a\n b" * 200)) == f"{('a b' * 200)[:300]}..."
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no exec")
+@pytest.mark.parametrize("way", ["script", "torchrun", "tools"])
+def test_training_has_openmp_threads_that_do_not_spin(way, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    script = tmp_path / "tokenformer-vit"
+    script.write_text("import sys; from tokenformer_vit.__main__ import main; sys.exit(main())")
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=1", "-m", "tokenformer_vit")
+    program = {"script": ["-Xutf8", script, "train"], "tools": ["-Xutf8", ROOT / "tools/train.py"]}
+    line = [sys.executable, *program.get(way, (*torchrun, "train")), "config.py", "--seed", "7"]
+    (tmp_path / "config.py").write_text(CONFIG)
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    rank, utf8 = ("0", 0) if way == "torchrun" else (None, 1)
+    assert done.stdout == f"passive {rank} {utf8} config.py --seed 7\n", done.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")

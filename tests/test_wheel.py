@@ -43,7 +43,7 @@ def test_the_wheel_has_the_configs_and_the_command(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (points,) = (name for name in names if name.endswith("entry_points.txt"))
-        assert b"tokenformer-vit = tokenformer_vit.cli:main" in archive.read(points)
+        assert b"tokenformer-vit = tokenformer_vit.__main__:main" in archive.read(points)
     assert "tokenformer_vit/py.typed" in names
     shipped = {name for name in names if name.startswith("tokenformer_vit/.mim/configs/")}
     files = (path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.py"))

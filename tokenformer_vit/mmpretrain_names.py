@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from tokenformer_vit.layers.pattention import join_state_dict
+
 # How names begin in an mmpretrain classifier, and in timm.
 _BACKBONE = "backbone.model."
 _PARTS = {"head.fc_dist.": "head_dist.", "head.fc.": "head.", _BACKBONE: ""}
@@ -12,10 +14,12 @@ _PARTS = {"head.fc_dist.": "head_dist.", "head.fc.": "head.", _BACKBONE: ""}
 def timm_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the tensors of an mmpretrain classifier around a timm model; others keep their names.
 
-    The batch norm of a linear probe goes into the head, and an MAE's decoder is left out.
+    The batch norm of a linear probe goes into the head, and an MAE's decoder is left out. Pairs
+    that were trained apart are joined.
     """
+    state_dict = join_state_dict(state_dict)
     if not any(name.startswith(_BACKBONE) for name in state_dict):
-        return dict(state_dict)
+        return state_dict
     renamed = {
         new + name.removeprefix(old): tensor
         for name, tensor in state_dict.items()

@@ -104,14 +104,14 @@ def test_lora_becomes_a_plain_model():
 
 def test_a_text_keeps_its_pairs_under_a_mask(tmp_path):
     pytest.importorskip("transformers")
-    from masked_lm import MaskedLM
+    from masked_lm import MASKS, MaskedLM
 
-    from tokenformer_vit.language import MASKS, byte_tokenizer, save_language_model
+    from tokenformer_vit.language import byte_tokenizer, save_language_model
 
     shape = {"vocab_size": 300, "context_length": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
     first = MaskedLM(config=shape, masks={"new": "en"})
     save_language_model(first.model, tmp_path, byte_tokenizer())
-    torch.save(first.masks.pairs, tmp_path / MASKS)
+    torch.save(first.masks, tmp_path / MASKS)
     growth = {"num_qkv_param_tokens": 32, "num_proj_param_tokens": 32, "num_ffn_param_tokens": 128}
     more = {"masks": {"new": "fr"}, "growth": {**growth, "init": "random"}, "frozen_stem": True}
     second = MaskedLM(checkpoint=str(tmp_path), **more)

@@ -13,7 +13,6 @@ from tokenformer_vit.benchmarking.measures import counted_flops
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.split import split_tokens
 from tokenformer_vit.models import LMConfig, TokenFormerLM
 
 pytestmark = pytest.mark.usefixtures("plain_attention")
@@ -127,9 +126,9 @@ def test_a_transformer(positions, tie):
 @pytest.mark.parametrize("make", [lambda: vision("tokenformer_tiny", **PAIRS), language])
 def test_growth_and_pairs_that_are_not_read(make):
     model = make()
-    grow(model, num_ffn_param_tokens=120, num_qkv_param_tokens=90)
+    # Old pairs and new ones in parameters of their own.
+    grow(model, num_ffn_param_tokens=120, num_qkv_param_tokens=90, split=True)
     model.blocks[0].attn.key = Pattention(24, 24, 9)
-    split_tokens(model.blocks[1].mlp, 60)  # old pairs and new ones in parameters of their own
     whole = total(check(model))
     model.blocks[0].attn.query.active = torch.arange(0, 90, 3)
     costs = total(check(model))

@@ -14,9 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tokenformer_vit.cli import evaluate_lm, generate, prepare_text
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import TokenMasks, count_pairs
 from tokenformer_vit.language import (
-    MASKS,
     TokenFormerConfig,
     TokenFormerForCausalLM,
     byte_tokenizer,
@@ -141,18 +139,6 @@ def test_a_text_and_its_tokens_are_measured(model, text, tmp_path, capsys):
     split = found["texts"][f"{data} train"]
     assert split["tokens"] == predicted + 1  # and the end of the text
     assert split["loss"] * split["tokens"] == pytest.approx(measure_text(loaded, tokens, 20, 8)[1])
-
-
-def test_a_mask_is_chosen_by_its_name(model, text):
-    loaded = TokenFormerForCausalLM.from_pretrained(model).eval()
-    masks = TokenMasks(loaded)
-    masks.add("half", {name: slice(count // 2) for name, count in count_pairs(loaded).items()})
-    torch.save(masks.pairs, model / MASKS)
-    run(evaluate_lm, model, "--text", text, "--mask", "half", "--out", model / "half.json")
-    masks.activate("half")
-    predicted, nats = measure_text(loaded, np.array([*TEXT.encode()]), 20)
-    (values,) = json.loads((model / "half.json").read_text())["texts"].values()
-    assert values["loss"] == pytest.approx(nats / predicted)
 
 
 def test_other_models_are_measured(text, tmp_path):

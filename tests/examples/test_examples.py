@@ -86,3 +86,8 @@ def test_quantised_pairs_change_outputs_little(monkeypatch, capsys):
     pytest.importorskip("torchao", reason="pip install torchao")
     (change,) = column(run(monkeypatch, capsys, "quantize.py"), r"change of the outputs: ([\d.]+)%")
     assert 0 < change < 3
+
+
+def test_a_model_merged_with_itself_keeps_its_outputs(monkeypatch, capsys):
+    (change,) = column(run(monkeypatch, capsys, "merge.py"), r"change of the outputs: (\S+)")
+    assert change < 1e-5

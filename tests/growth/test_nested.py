@@ -7,9 +7,9 @@ import torch
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import (
+    count_pairs,
     extract,
     grow,
-    grow_state_dict,
     measure_usage,
     nest,
     pattention_layers,
@@ -21,7 +21,7 @@ from tokenformer_vit.ops import THETAS
 
 from .conftest import assert_equal, build, copied, images, logits
 
-GROWN = {"num_qkv_param_tokens": 64, "num_ffn_param_tokens": 256}
+GROWN = {"num_qkv_param_tokens": 64, "num_proj_param_tokens": 64, "num_ffn_param_tokens": 256}
 
 
 @torch.no_grad()
@@ -29,24 +29,25 @@ def with_own_taus(**kwargs):
     """Build a model whose layers have a τ of their own for each size."""
     model = build(**kwargs)
     for layer in pattention_layers(model).values():
-        for tau in (layer.tau, layer.nested_tau):
-            if tau is not None:
-                tau.mul_(0.5 + torch.rand_like(tau))
+        layer.tau.mul_(0.5 + torch.rand_like(layer.tau))
     return model
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("theta", THETAS)
-def test_an_extracted_model_equals_the_size_bit_by_bit(theta, backend):
+def test_an_extracted_model_equals_the_size_bit_by_bit(theta):
     model, x = with_own_taus(theta=theta, nested=(0.25, 0.5)), images()
-    model.set_backend(backend)
     before = copied(model.state_dict())
-    for size in (0.25, 0.4, {"qkv": 0.25, "ffn": 7}):
+    for size in (0.25, 0.4, 0.5):
         small = extract(model, size)
         assert torch.equal(logits(small, x), logits(model, x, size))
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(logits(small, x), logits(model, x, size))
+    assert extract(model, 0.5).sizes == (0.5, 1.0)
     assert_equal(model.state_dict(), before)
+    by_kind = extract(model, num_qkv_param_tokens=[8, 16], num_ffn_param_tokens=7)
+    assert [*count_pairs(by_kind).values()] == [8, 8, 8, 32, 7, 16, 16, 16, 32, 7]
+    with pytest.raises(InputError, match="has 128 pairs and cannot be cut to 129"):
+        extract(model, num_ffn_param_tokens=129)
 
 
 @pytest.mark.parametrize("theta", THETAS)
@@ -61,8 +62,6 @@ def test_a_reordered_model_is_nested_as_pruning_would_make_it(theta):
     for name, own in measure_usage(model, [x]).items():
         expected = usage[name].sizes.sort(descending=True).values
         torch.testing.assert_close(own.sizes, expected, rtol=1e-4, atol=1e-6)
-    with pytest.raises(InputError, match="in another order; measure it again"):
-        nest(build(theta), (0.25,), usage)
 
 
 def test_an_ordinary_model_is_nested_without_a_change():
@@ -77,18 +76,22 @@ def test_an_ordinary_model_is_nested_without_a_change():
     assert model.state_dict().keys() == build().state_dict().keys()
 
 
+@pytest.mark.parametrize("kinds", [None, ["ffn"]])
 @pytest.mark.parametrize(
     ("theta", "init"), [("gelu_l2", "zero_key"), ("gelu_l1", "released"), ("softmax", "random")]
 )
-def test_a_family_made_upwards_contains_its_small_models(theta, init, tmp_path):
+def test_a_family_made_upwards_contains_its_small_models(theta, init, kinds, tmp_path):
     model, x = with_own_taus(theta=theta), images()
     members = [logits(model, x)]
-    for counts in (GROWN, {"num_qkv_param_tokens": 96, "num_proj_param_tokens": 48}):
-        grow(model, **counts, init=init, nested=not model.sizes[1:], freeze="old")
+    for factor in (2, 3):
+        counts = [None, None] if kinds else [32 * factor] * 2
+        grow(model, *counts, 128 * factor, init=init, nested=factor == 2, freeze="old")
         for parameter in model.parameters():  # as training would
             if parameter.requires_grad:
                 parameter.detach().add_(0.1 * torch.randn_like(parameter))
         members.append(logits(model, x))
+    assert model.sizes == (1 / 3, 2 / 3, 1.0)
+    assert model.blocks[0].attn.query.sized == (kinds is None)
     save_model(model, tmp_path / "family")
     family = load_model(None, tmp_path / "family")
     assert family.sizes == model.sizes
@@ -101,19 +104,15 @@ def test_a_family_made_upwards_contains_its_small_models(theta, init, tmp_path):
 def test_a_nested_model_grows_on_top():
     model, x = with_own_taus(nested=(0.5,)), images()
     before = [logits(model, x, size) for size in model.sizes]
-    grown = grow_state_dict(model.state_dict(), **GROWN)
     model.set_size(0.5)
-    model.blocks[0].attn.proj.active = torch.arange(5)
     grow(model, **GROWN)
-    assert torch.equal(logits(model, x), before[1])  # sizes and masks are reset
-    assert model.sizes == (
-        {"qkv": 16, "proj": 16, "ffn": 64},
-        {"qkv": 32, "proj": 32, "ffn": 128},
-        1.0,
-    )
+    assert torch.equal(logits(model, x), before[1])  # the size is reset
+    assert model.sizes == (0.25, 0.5, 1.0)
     for size, expected in zip(model.sizes, before, strict=False):
         assert torch.equal(logits(model, x, size), expected)
-    assert model.state_dict().keys() == grown.keys()
-    assert_equal(grown | model.state_dict(), grown)
+    state = copied(model.state_dict())
     with pytest.raises(InputError, match=r"is 'duplicate'.* choose another init"):
         grow(model, num_ffn_param_tokens=512, init="duplicate")
+    with pytest.raises(InputError, match=r"size 0\.25 of before .* let these layers alone grow"):
+        grow(model, num_ffn_param_tokens=512)
+    assert_equal(model.state_dict(), state)

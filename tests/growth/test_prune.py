@@ -11,10 +11,10 @@ from tokenformer_vit.growth import (
     Usage,
     count_pairs,
     grow,
+    join_tokens,
     measure_usage,
     pattention_layers,
     prune,
-    reorder,
 )
 from tokenformer_vit.models import LMConfig, TokenFormerLM
 from tokenformer_vit.models.checkpoints import save_model
@@ -82,17 +82,15 @@ def test_pairs_that_add_nothing_leave_the_output_as_it_is(theta, rounding):
 
 
 def test_the_most_used_pairs_stay_in_their_order():
-    model = grow(build("softmax"), 48, 48, 160, init="random", gate="learned")
-    before, usage = copy.deepcopy(model), {}
+    model = grow(build("softmax"), 48, 48, 160, init="random", split=True)
+    before, usage = join_tokens(copy.deepcopy(model)), {}
     for name, layer in pattention_layers(before).items():
-        layer.gate.detach().uniform_()
         usage[name] = Usage(torch.rand(layer.num_param_tokens), torch.ones(1).expand(160))
-    model.load_state_dict(before.state_dict())
     prune(model, usage, **COUNTS, adapt_tau=False)
     assert [*count_pairs(model).values()] == 2 * [16, 16, 16, 16, 64]
     for name, new in pattention_layers(model).items():
         kept = usage[name].sizes.topk(new.num_param_tokens).indices.sort().values
-        for part in ("key_param_tokens", "value_param_tokens", "gate"):
+        for part in ("key_param_tokens", "value_param_tokens"):
             old = before.get_parameter(f"{name}.{part}")
             assert torch.equal(getattr(new, part), old[kept])
 
@@ -123,8 +121,10 @@ def test_padding_does_not_count(pad):
     mask = torch.cat([torch.full_like(part, part is tokens) for part in parts], dim=1)
     batch = {"tokens": torch.cat(parts, dim=1), "attention_mask": mask}
     expected = measure_usage(model, [tokens])
+    twice = measure_usage(model, [batch, tokens])  # the second batch has no mask
     for name, own in measure_usage(model, [batch]).items():
         torch.testing.assert_close(own.sizes, expected[name].sizes, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(own.sizes, twice[name].sizes, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(own.shares, expected[name].shares, rtol=1e-4, atol=1e-6)
 
 
@@ -135,9 +135,8 @@ def test_counts_that_cannot_be_and_usage_of_another_model_or_of_none():
         with pytest.raises(InputError, match=f"has 128 pairs and .* pruned to {count}; .*{said}"):
             prune(model, usage, num_qkv_param_tokens=9, num_ffn_param_tokens=count)
         assert model.blocks[0].attn.query.num_param_tokens == 32  # nothing was changed
-    for other in (build(), build(num_ffn_param_tokens=64), reorder(copy.deepcopy(model), usage)):
-        with pytest.raises(InputError, match=r"usage .* measured on .*; measure it again"):
-            prune(other, usage, num_ffn_param_tokens=20)
+    with pytest.raises(InputError, match=r"usage .* measured on .*; measure it again"):
+        prune(build(num_ffn_param_tokens=64), usage, num_ffn_param_tokens=20)
     for wrong, line in ((x, r"one tensor: give .*\[images\]"), ([], "give at least one")):
         with pytest.raises(InputError, match=line):
             measure_usage(model, wrong)

@@ -10,8 +10,8 @@ import timm.scheduler
 import torch
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow, join_tokens, measure_usage, nest, reorder
-from tokenformer_vit.layers.split import TOKENS, token_segments
+from tokenformer_vit.growth import grow, join_tokens
+from tokenformer_vit.layers.pattention import TOKENS
 
 from .conftest import assert_equal, build, copied, images, step
 
@@ -95,7 +95,7 @@ def test_new_pairs_have_a_learning_rate_of_their_own():
     step(model, optimizer, 2)
     keys = model.blocks[0].mlp.key_param_tokens
     grow(model, num_ffn_param_tokens=192, optimizer=optimizer, new_lr_scale=10.0)
-    old, new = token_segments(model.blocks[0].mlp, TOKENS[0])
+    old, new = model.blocks[0].mlp.parts(TOKENS[0])
     assert old is keys
     assert (len(old), len(new)) == (128, 64)
     group = optimizer.param_groups[2]
@@ -104,31 +104,15 @@ def test_new_pairs_have_a_learning_rate_of_their_own():
     step(model, optimizer)
     assert [int(group["step"]) for group in optimizer.param_groups] == [3, 3, 3]
 
-    # The next growth: what was new is old now, and the same objects hold the newest pairs.
+    # The next growth: what was new is old now.
     moments = [optimizer.state[each]["exp_avg"].clone() for each in (old, new)]
     grow(model, num_ffn_param_tokens=256, optimizer=optimizer, new_lr_scale=10.0)
-    older, newer = token_segments(model.blocks[0].mlp, TOKENS[0])
-    assert (older is old, newer is new) == (True, True)
+    older, newer = model.blocks[0].mlp.parts(TOKENS[0])
+    assert older is old
     assert (len(older), len(newer)) == (192, 64)
     assert torch.equal(optimizer.state[older]["exp_avg"], torch.cat(moments))
+    assert new not in optimizer.state
     assert newer not in optimizer.state
-    step(model, optimizer)
-
-
-def test_a_new_gate_is_no_matrix_has_no_decay_and_the_rate_of_old_pairs():
-    model = build("softmax")
-    settings = {"lr": 1e-3, "weight_decay": 0.3, "use_muon": True}
-    optimizer = torch.optim.AdamW([{"params": model.parameters(), **settings}])
-    grow(model, num_ffn_param_tokens=192, optimizer=optimizer, new_lr_scale=10.0)
-    layer = model.blocks[1].mlp
-    found = {p: group for group in optimizer.param_groups for p in group["params"]}
-    old, new = (found[p]["lr"] for p in token_segments(layer, TOKENS[0]))
-    assert (old, new) == pytest.approx((1e-3, 1e-2))
-    group = found[layer.gate]
-    assert (group["lr"], group["weight_decay"], group["use_muon"]) == (1e-3, 0.0, False)
-    gate = layer.gate
-    grow(model, num_ffn_param_tokens=256, optimizer=optimizer)
-    assert layer.gate is gate
     step(model, optimizer)
 
 
@@ -193,6 +177,7 @@ class Plain(torch.Tensor):
 
 
 ODD = {
+    "step sizes": lambda buffer: buffer,  # of Rprop, which start at its rate
     "subclass": lambda buffer: buffer.as_subclass(Plain),
     "other shape": lambda buffer: buffer[0].clone(),  # as Adafactor's rows
     "list": lambda buffer: [torch.eye(2)],  # as timm's Kron keeps its matrices
@@ -203,6 +188,8 @@ ODD = {
 def test_growth_that_an_optimizer_cannot_follow_changes_nothing(odd):
     model, name = build(), "momentum_buffer"
     optimizer = OPTIMIZERS["sgd"](model.parameters())
+    if odd == "step sizes":
+        optimizer, name = torch.optim.Rprop(model.parameters()), "step_size"
     step(model, optimizer)
     state = optimizer.state[model.blocks[1].mlp.value_param_tokens]  # the last one that grows
     state[name] = ODD[odd](state[name])
@@ -222,8 +209,8 @@ def test_growth_that_an_optimizer_cannot_follow_changes_nothing(odd):
 def test_other_optimizers_are_refused():
     model = build()
     for optimizer, moments, said in (
-        (torch.optim.LBFGS(model.parameters()), "reset", "LBFGS .* build a new one"),
-        (torch.optim.SGD(build().parameters()), "keep", "does not have all .* build it from"),
+        (torch.optim.LBFGS(model.parameters()), "reset", "LBFGS .* build them anew"),
+        (torch.optim.SGD(build().parameters()), "keep", "does not have all .* give all"),
         (torch.optim.SGD(model.parameters()), "zero", "'zero'; choose one of"),
     ):
         with pytest.raises(InputError, match=said):
@@ -238,7 +225,7 @@ def test_an_optimizer_of_named_parameters_and_its_wrapper_go_on(how):
     step(model, optimizer)
     wrapper: Any = SimpleNamespace(optimizer=optimizer)  # as accelerate's
     grow(model, num_ffn_param_tokens=192, optimizer=wrapper, **how)
-    new = token_segments(model.blocks[0].mlp, TOKENS[0])[-1]
+    new = model.blocks[0].mlp.parts(TOKENS[0])[-1]
     before = new.detach().clone()
     step(model, optimizer, 2)
     assert not torch.equal(new, before)
@@ -249,10 +236,9 @@ def test_an_optimizer_of_named_parameters_and_its_wrapper_go_on(how):
     ("arguments", "how"),
     [
         ({}, {"new_lr_scale": 2.0}),
-        ({"theta": "softmax"}, {"split": True}),
-        ({"pattention_args": {"learn_tau": True}}, {"split": True, "nested": True}),
+        ({"pattention_args": {"learn_tau": True}}, {"split": True}),
     ],
-    ids=["rate", "gate", "tau"],
+    ids=["rate", "tau"],
 )
 def test_parameters_stay_in_the_order_of_the_model(arguments, how, one_group):
     model = build(**arguments)
@@ -267,23 +253,138 @@ def test_parameters_stay_in_the_order_of_the_model(arguments, how, one_group):
         change()
         assert_in_order(model, optimizer)
         step(model, optimizer)
-    rebuilt = grow(build(**arguments), 48, 48, 256, nested=how.get("nested", False))
+    rebuilt = grow(build(**arguments), 48, 48, 256)
     names = [name for name, _ in rebuilt.named_parameters()]
     assert names == [name for name, _ in model.named_parameters()]
 
 
-@pytest.mark.parametrize("change", ["split", "reorder", "nest"])
-def test_an_optimizer_that_cannot_follow_is_refused_at_its_next_step(change):
-    model = build(pattention_args={"learn_tau": True})
+def test_learned_taus_of_a_nested_model_keep_their_moments():
+    model, x = build(nested=(0.5,), pattention_args={"learn_tau": True}), images(4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step(model, optimizer, 2)
+    tau = model.blocks[0].mlp.tau
+    before, moments = tau.detach().clone(), optimizer.state[tau]["exp_avg"].clone()
+    grow(model, 64, 64, 256, optimizer=optimizer)
+    assert model.blocks[0].mlp.tau is tau
+    assert torch.equal(tau.detach(), before[[0, 1, 1]])
+    expected = torch.cat((moments, torch.zeros(1)))
+    assert torch.equal(optimizer.state[tau]["exp_avg"], expected)
+    step(model, optimizer, 2, x)
+
+
+def test_hooks_of_grown_parameters_stay():
+    """A step in the backward, and gradients that a user masks."""
+    model, seen = build().train(), []
+    keys, values = model.blocks[0].mlp.parameters()
+    keys.register_hook(lambda grad: grad * 0)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+
+    def now(parameter):
+        seen.append(parameter)
+        optimizers[parameter].step()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(now)
+    model(images()).square().sum().backward()
+    grow(model, num_ffn_param_tokens=160, optimizer=[*optimizers.values()])
+    seen.clear()
+    before = {p: p.detach().clone() for p in model.parameters()}
+    model(images()).square().sum().backward()
+    assert {*seen} == {*model.parameters()}
+    assert len(keys) == 160
+    assert not keys.grad.any()
+    assert all((p != before[p]).any() for p in model.parameters() if p is not keys)
+    assert values.grad.any()
+
+
+def test_shared_memory_stays():
+    model = build().share_memory()
+    grow(model, num_ffn_param_tokens=160, split=True)
+    grow(model, num_ffn_param_tokens=192)
+    assert all(p.is_shared() for p in model.parameters())
+
+
+@pytest.mark.parametrize("how", [{}, {"freeze": "old"}])
+def test_a_backward_pass_through_outputs_of_before_growth_raises(how):
+    model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    of_the_head = torch.optim.SGD(model.head.parameters(), lr=0.1)
-    step(model, optimizer)
-    usage = measure_usage(model, [images()])
-    if change == "split":
-        grow(model, num_ffn_param_tokens=160, split=True)
+    loss = model(images()).square().sum()
+    grow(model, num_ffn_param_tokens=160, optimizer=optimizer, **how)
+    with pytest.raises(InputError, match="from before the model's pairs changed"):
+        loss.backward()
+    model(images()).square().sum().backward()  # the new ones are right
+    assert model.blocks[0].mlp.parts(TOKENS[0])[-1].grad is not None
+
+
+def test_a_weak_reference_that_forbids_growth_leaves_the_model_as_it_was():
+    from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+    model = build()
+    kept = WeakTensorKeyDictionary()
+    kept[model.blocks[0].mlp.key_param_tokens] = "python's"
+    before = copied(model.state_dict())
+    reference = TensorWeakRef(model.blocks[1].mlp.value_param_tokens)
+    try:
+        grow(model, num_ffn_param_tokens=160)
+    except RuntimeError:
+        assert_equal(model.state_dict(), before)
     else:
-        nest(model, [0.5]) if change == "nest" else reorder(model, usage)
-    with pytest.raises(InputError, match=r"SGD .* without it: .* build a new one"):
+        assert reference() is model.blocks[1].mlp.value_param_tokens
+    assert kept[model.blocks[0].mlp.key_param_tokens] == "python's"
+
+
+def muon_and_adamw(model):
+    """Muon for the matrices of blocks, AdamW for the rest, as modded-nanogpt trains."""
+    tokens = {p for name, p in model.named_parameters() if name.endswith(TOKENS)}
+    others = [p for p in model.parameters() if p not in tokens]
+    muon = timm.optim.Muon([p for p in model.parameters() if p in tokens], lr=1e-3)
+    return muon, torch.optim.AdamW(others, lr=1e-3)
+
+
+def of_parts(model):
+    """Attention in one optimizer, everything else in another."""
+    named = dict(model.named_parameters())
+    attention = [p for name, p in named.items() if ".attn." in name]
+    others = [p for name, p in named.items() if ".attn." not in name]
+    return torch.optim.AdamW(attention, lr=1e-3), torch.optim.SGD(others, lr=1e-3, momentum=0.9)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("make", [muon_and_adamw, of_parts])
+def test_several_optimizers_go_on(make, split):
+    model = build(pattention_args={"learn_tau": True})
+    optimizers = make(model)
+    for optimizer in optimizers:
         step(model, optimizer)
-    step(model, of_the_head)
-    step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    held = [sum(len(g["params"]) for g in each.param_groups) for each in optimizers]
+    grow(model, 48, 48, 160, optimizer=optimizers, split=split)
+    now = [{p for g in each.param_groups for p in g["params"]} for each in optimizers]
+    assert now[0] | now[1] == {*model.parameters()}
+    assert not now[0] & now[1]
+    more = 20 if split else 0  # keys and values of ten layers
+    assert sum(map(len, now)) == sum(held) + more
+    before = copied(dict(model.named_parameters()))
+    for optimizer in optimizers:
+        step(model, optimizer, 2)  # zero keys first
+    assert all((p != before[name]).any() for name, p in model.named_parameters())
+
+
+def test_an_optimizer_of_what_does_not_grow_need_not_be_given():
+    model = build(pattention_args={"learn_tau": True})
+    muon, adamw = muon_and_adamw(model)
+    step(model, muon)
+    grow(model, num_ffn_param_tokens=160, optimizer=muon, split=True)
+    step(model, adamw)
+    step(model, muon)
+
+
+def test_pytorchs_own_way_to_add_parameters_works():
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step(model, optimizer)
+    grow(model, num_ffn_param_tokens=160, freeze="old")
+    new = [p for name, p in model.named_parameters() if ".new_" in name]
+    optimizer.add_param_group({"params": new, "lr": 1e-2})
+    before = [p.detach().clone() for p in new]
+    step(model, optimizer, 2)
+    assert all((p != old).any() for p, old in zip(new, before, strict=True))

@@ -1,4 +1,4 @@
-"""Our language models in other libraries: TRL, peft, lm-eval, transformers and"""
+"""Our language models in other libraries: fine-tuned by TRL, and with LoRA by peft."""
 
 import pytest
 import torch
@@ -24,41 +24,21 @@ KINDS = {
     "untied": {"rotary_share": 0.5, "tie_embeddings": False},
     "learned tau": {"positions": "learned", "pattention_args": {"learn_tau": True}},
 }
-TEN_STEPS = {
-    "max_steps": 10,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": [],
-    "disable_tqdm": True,
-}
-LORA = {
-    "r": 4,
-    "target_modules": [],
-    "target_parameters": ["key_param_tokens", "value_param_tokens"],
-    "task_type": "CAUSAL_LM",
-}
+TEN_STEPS = {"max_steps": 10, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
+TEN_STEPS |= {"save_strategy": "no", "use_cpu": True, "bf16": False, "logging_steps": 1}
+TEN_STEPS |= {"report_to": [], "disable_tqdm": True}
+LORA = {"r": 4, "target_parameters": ["key_param_tokens", "value_param_tokens"]}
+LORA |= {"target_modules": [], "task_type": "CAUSAL_LM"}
 
 
 def build(**changes):
     return TokenFormerForCausalLM(TokenFormerConfig(**{**SHAPE, **KINDS["tied"], **changes}))
 
 
-def folder_of(model, folder):
-    save_language_model(model, folder, byte_tokenizer())
-    return str(folder)
-
-
-@pytest.fixture
-def text():
+def pieces(length):
+    """Draw a text, and cut it into pieces of this length."""
     words = ("the", "model", "reads", "a", "text", "and", "writes", "what", "follows", "it")
-    return " ".join(words[index] for index in torch.randint(len(words), (700,)))
-
-
-def pieces(text, length=40):
+    text = " ".join(words[index] for index in torch.randint(len(words), (700,)))
     return [text[start : start + length] for start in range(0, len(text), length)]
 
 
@@ -83,26 +63,22 @@ def train(trainer, folder):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["SFT", "SFT packed", "DPO"])
-def test_fine_tuning_by_trl(text, kind, how, tmp_path):
+def test_fine_tuning_by_trl(kind, how, tmp_path):
     trl = pytest.importorskip("trl", reason="pip install trl")
     from datasets import Dataset
 
-    lines, options = pieces(text, 20), {"max_length": 48, **TEN_STEPS}
-    rows = {"text": pieces(text)}
+    options, rows = {"max_length": 48, **TEN_STEPS}, {"text": pieces(40)}
     if how == "DPO":
+        lines = pieces(20)
         rows = {"prompt": lines[:-1:2], "chosen": lines[1::2]}
         rows["rejected"] = ["0" * len(line) for line in rows["chosen"]]
     else:
         options["packing"] = how == "SFT packed"
     trainer, config = (getattr(trl, f"{how[:3]}{name}") for name in ("Trainer", "Config"))
-    losses = train(
-        trainer(
-            model=folder_of(build(**KINDS[kind]), tmp_path / "start"),
-            args=config(tmp_path / "run", **options),
-            train_dataset=Dataset.from_dict(rows),
-        ),
-        tmp_path / "saved",
-    )
+    save_language_model(build(**KINDS[kind]), tmp_path / "start", byte_tokenizer())
+    rows, config = Dataset.from_dict(rows), config(tmp_path / "run", **options)
+    trainer = trainer(model=str(tmp_path / "start"), args=config, train_dataset=rows)
+    losses = train(trainer, tmp_path / "saved")
     assert losses[-1] < losses[0]
 
 

@@ -1,18 +1,16 @@
 """transformers' own common tests of models, run on TokenFormer.
 
-They are in the source distribution of transformers, not in its wheel. TRANSFORMERS_SOURCE names its
-unpacked folder, or a clone of the same version: only a clone has the tests of generation and of
-export. TRANSFORMERS_SOURCE=pip downloads the source distribution into pytest's cache.
+They are in the source distribution of transformers (pip download --no-deps --no-binary :all:), not
+in its wheel. TRANSFORMERS_SOURCE names its unpacked folder, or a clone of the same version: only a
+clone has the tests of generation and of export.
 """
 
 import os
 import re
-import subprocess
 import sys
-import tarfile
 import types
 import unittest
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -53,20 +51,6 @@ SKIPS = {
 }
 
 
-def find_tests(cache: Path) -> Path:
-    """Return the folder of transformers' tests; download it if that is wanted."""
-    source, version = os.environ["TRANSFORMERS_SOURCE"], metadata.version("transformers")
-    if source != "pip":
-        return Path(source, "tests")
-    folder = cache / f"transformers-{version}"
-    if not folder.is_dir():
-        words = ("--no-deps", "--no-binary", ":all:", f"transformers=={version}", "-d", cache)
-        subprocess.run([sys.executable, "-m", "pip", "download", *words], check=True)
-        with tarfile.open(cache / f"transformers-{version}.tar.gz") as archive:
-            archive.extractall(cache, filter="data")
-    return folder / "tests"
-
-
 def import_tests(folder: Path) -> types.ModuleType:
     """Import the common tests as a package; absent files become empty classes."""
     for name in (PACKAGE, *(f"{PACKAGE}.{each.partition('.')[0]}" for each in ABSENT)):
@@ -88,17 +72,10 @@ class Tester:
     causal_lm_class = TokenFormerForCausalLM
 
     def get_config(self):
-        return TokenFormerConfig(
-            vocab_size=self.vocab_size,
-            context_length=512,
-            embed_dim=self.hidden_size,
-            depth=self.num_hidden_layers,
-            num_heads=self.num_attention_heads,
-            rotary_share=0.5,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
+        names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        shape = {name: getattr(self, name) for name in names}
+        tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        return TokenFormerConfig(**shape, **tokens, context_length=512, rotary_share=0.5)
 
     def prepare_config_and_inputs_for_common(self):
         tokens = torch.randint(self.vocab_size, (self.batch_size, self.seq_length))
@@ -117,23 +94,17 @@ def make_suite(folder: Path) -> type[unittest.TestCase]:
     for task, model in models.items():  # by these names the tests know which labels a model needs
         getattr(auto, f"MODEL_{task}MAPPING_NAMES")["tokenformer"] = model.__name__
     mixins = dict.fromkeys((common.ModelTesterMixin, common.GenerationTesterMixin))
-    return type(
-        "Suite",
-        (*mixins, unittest.TestCase),
-        {
-            "all_model_classes": tuple(models.values()),
-            "model_tester": Tester(),
-            "test_can_init_all_missing_weights_before_2023": True,
-        },
-    )
+    names = {"all_model_classes": tuple(models.values()), "model_tester": Tester()}
+    names["test_can_init_all_missing_weights_before_2023"] = True
+    return type("Suite", (*mixins, unittest.TestCase), names)
 
 
 def pytest_generate_tests(metafunc):
-    if not os.environ.get("TRANSFORMERS_SOURCE"):
+    if not (source := os.environ.get("TRANSFORMERS_SOURCE")):
         reason = "TRANSFORMERS_SOURCE is not set; see the head of this file"
         metafunc.parametrize("case", [pytest.param(None, marks=pytest.mark.skip(reason=reason))])
         return
-    folder = find_tests(metafunc.config.cache.mkdir("transformers"))
+    folder = Path(source, "tests")
     for file in folder.glob("**/test_*.py"):
         for mark in re.findall(r"\bmark\.(\w+)", file.read_text(encoding="utf-8")):
             metafunc.config.addinivalue_line("markers", f"{mark}: of transformers")

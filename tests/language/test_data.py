@@ -56,9 +56,7 @@ def read(folder, split):
     tokens, tokenizer = open_tokens(folder, split), load_tokenizer(folder)
     ends = np.flatnonzero(tokens == read_text_meta(folder)["end"])
     assert ends[-1] == len(tokens) - 1
-    return [tokenizer.decode(part[part != tokens[ends[0]]]) for part in np.split(tokens, ends + 1)][
-        :-1
-    ]
+    return [tokenizer.decode(part[:-1]) for part in np.split(tokens, ends + 1)[:-1]]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])

@@ -17,9 +17,8 @@ CONTEXT = 12
 
 @pytest.fixture
 def model():
-    config = TokenFormerConfig(
-        vocab_size=61, context_length=CONTEXT, embed_dim=32, depth=1, num_heads=2, rotary_share=0.5
-    )
+    shape = {"vocab_size": 61, "context_length": CONTEXT, "embed_dim": 32, "depth": 1}
+    config = TokenFormerConfig(**shape, num_heads=2, rotary_share=0.5)
     return TokenFormerForCausalLM(config).eval()
 
 

@@ -1,22 +1,29 @@
-"""The language model under transformers: saved, loaded, generating, trained, grown."""
+"""The language model under transformers: inputs, masks, caches, texts, training, saving, growth."""
 
+import copy
 import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers", reason="pip install '.[language]'")
 
+import transformers
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
-    SequenceBiasLogitsProcessor,
-    Trainer,
-    TrainingArguments,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    TextIteratorStreamer,
+    pipeline,
 )
 
 from tokenformer_vit.errors import InputError
@@ -32,6 +39,7 @@ from tokenformer_vit.language import (
 from tokenformer_vit.models import LMConfig, TokenFormerLM
 from tokenformer_vit.models.sizes import find_layers
 
+ROOT = Path(__file__).parents[2]
 SHAPE = {"vocab_size": 61, "context_length": 40, "embed_dim": 32, "depth": 2, "num_heads": 2}
 KINDS = {
     "rotary": {"rotary_share": 0.5},
@@ -44,12 +52,21 @@ SEARCHES = {
     "sampled": {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 1.3},
     "beams": {"do_sample": False, "num_beams": 3},
 }
+STEPS = {"max_steps": 24, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "save_steps": 24}
+STEPS |= {"logging_steps": 1, "use_cpu": True, "report_to": [], "disable_tqdm": True}
+PLAIN = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
 
 
-def build(**changes):
-    model = TokenFormerForCausalLM(TokenFormerConfig(**{**SHAPE, **KINDS["rotary"], **changes}))
+def build(attention="sdpa", **changes):
+    config = {**SHAPE, **KINDS["rotary"], **changes, "attn_implementation": attention}
+    model = TokenFormerForCausalLM(TokenFormerConfig(**config))
     model.model.embedding.weight.data.mul_(20)  # so that the token at hand is not drowned
     return model.eval()
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(2, 61, (3, 9))
 
 
 def reload(model, folder, **kwargs):
@@ -65,53 +82,41 @@ def load(folder, **kwargs) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_a_saved_model_is_the_same_model(kind, tmp_path):
-    model, tokens = build(**kind), torch.randint(61, (2, 9))
+def test_a_saved_model_is_the_same_model(kind, tokens, tmp_path):
+    model = build(**kind)
     for layer in (model.model.blocks[0].mlp, model.model.blocks[1].attn.key):
         layer.tau.data.mul_(1.7)  # as after growth: not what the number of pairs says
     loaded = reload(model, tmp_path)
     assert type(loaded) is TokenFormerForCausalLM
     assert not loaded.training
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
-    assert loaded.model.shape == model.model.shape
-    assert AutoConfig.from_pretrained(tmp_path).lm_config() == model.model.shape
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "modeling_tokenformer.py",
-    }
+    assert asdict(loaded.config) == asdict(AutoConfig.from_pretrained(tmp_path))
+    stems = {"config", "generation_config", "model", "modeling_tokenformer"}
+    assert {path.stem for path in tmp_path.iterdir()} == stems
 
 
-def test_it_is_the_model_it_wraps():
+def test_it_is_the_model_it_wraps(tokens):
     plain = TokenFormerLM(LMConfig(**SHAPE, rotary_share=0.5)).eval()
     model = TokenFormerForCausalLM(TokenFormerConfig(**SHAPE, rotary_share=0.5)).eval()
     model.model.load_state_dict(plain.state_dict())
-    tokens = torch.randint(61, (2, 9))
     torch.testing.assert_close(model(tokens).logits, plain(tokens), rtol=0, atol=0)
     torch.testing.assert_close(model(tokens, return_dict=False)[0], plain(tokens))
-    last = model(tokens, logits_to_keep=1).logits
-    torch.testing.assert_close(last, plain(tokens)[:, -1:])
-    chosen = model(tokens, logits_to_keep=torch.tensor([0, 4])).logits
-    torch.testing.assert_close(chosen, plain(tokens)[:, [0, 4]])
+    for kept, places in ((1, [-1]), (torch.tensor([0, 4]), [0, 4])):
+        logits = model(tokens, logits_to_keep=kept).logits
+        torch.testing.assert_close(logits, plain(tokens)[:, places])
 
 
 def test_the_configuration_answers_to_the_names_of_transformers():
-    config = TokenFormerConfig(
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=99,
-        tie_word_embeddings=False,
-    )
-    assert config.lm_config() == LMConfig(
-        embed_dim=64, depth=3, num_heads=4, context_length=99, tie_embeddings=False
-    )
+    theirs = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    theirs |= {"max_position_embeddings": 99, "tie_word_embeddings": False}
+    config = TokenFormerConfig(**theirs)
+    ours = LMConfig(embed_dim=64, depth=3, num_heads=4, context_length=99, tie_embeddings=False)
+    assert asdict(config).items() >= asdict(ours).items()
     # Other libraries, such as peft, look for these names in the dict.
-    assert config.to_dict().items() >= {"hidden_size": 64, "tie_word_embeddings": False}.items()
+    assert config.to_dict().items() >= theirs.items()
     assert TokenFormerConfig().to_dict()["tie_word_embeddings"] is True
     assert config != TokenFormerConfig(hidden_size=64, num_heads=4)
-    assert TokenFormerConfig(**config.to_dict()).lm_config() == config.lm_config()
+    assert TokenFormerConfig(**config.to_dict()).to_dict() == config.to_dict()
     with pytest.raises(InputError, match=r"hidden_size is 32, but .* is 64: give one"):
         TokenFormerConfig(embed_dim=64, hidden_size=32)
 
@@ -131,8 +136,7 @@ def test_tau_stays_float32(dtype, tmp_path):
 def test_what_a_checkpoint_lacks_is_drawn_and_the_rest_is_not(tmp_path):
     model, absent = build(nested=(0.5,)), "model.blocks.1.mlp.key_param_tokens"
     for layer in find_layers(model).values():
-        for tau in (layer.tau, layer.nested_tau):
-            tau.mul_(1.7)
+        layer.tau.mul_(1.7)
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors[absent]
@@ -148,23 +152,17 @@ def test_what_a_checkpoint_lacks_is_drawn_and_the_rest_is_not(tmp_path):
 
 @pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
 @pytest.mark.parametrize("kind", ["rotary", "learned"])
-def test_with_and_without_a_cache_it_writes_the_same(kind, search, seed):
-    model = build(**KINDS[kind]).double()
-    one = {"input_ids": torch.randint(2, 61, (1, 7))}
-    mask = torch.ones(3, 9, dtype=torch.long)
+def test_with_and_without_a_cache_it_writes_the_same(kind, search, seed, tokens):
+    model, mask = build(**KINDS[kind]).double(), torch.ones_like(tokens)
     mask[0, :4] = mask[2, :1] = 0
-    three = {"input_ids": torch.randint(2, 61, (3, 9)), "attention_mask": mask}
-    for inputs in (one, three):
+    for inputs in ({"inputs": tokens[:1, :7]}, {"inputs": tokens, "attention_mask": mask}):
         written = []
-        for use_cache in (True, False):
+        for how in ({"use_cache": True}, {"use_cache": False}, {"cache_implementation": "static"}):
             torch.manual_seed(seed)
-            written.append(
-                model.generate(
-                    **inputs, **search, max_new_tokens=12, use_cache=use_cache, pad_token_id=0
-                )
-            )
-        assert torch.equal(*written)
-        assert written[0].shape[1] == inputs["input_ids"].shape[1] + 12
+            written.append(model.generate(**inputs, **{**PLAIN, **search}, **how))
+        assert written[0].equal(written[1])
+        assert written[0].equal(written[2])
+        assert written[0].shape[1] == inputs["inputs"].shape[1] + 12
 
 
 @pytest.mark.parametrize("how", ["plain", "checkpointing", "smoothing"])
@@ -173,24 +171,10 @@ def test_the_trainer_trains_it(how, tmp_path):
     model = TokenFormerForCausalLM(TokenFormerConfig(**SHAPE, rotary_share=0.5))
     tokens = torch.randint(61, (8, 16))
     data = [{"input_ids": row, "labels": row, "attention_mask": row > -1} for row in tokens]
-    trainer = Trainer(
-        model,
-        TrainingArguments(
-            str(tmp_path),
-            max_steps=24,
-            per_device_train_batch_size=4,
-            learning_rate=1e-2,
-            gradient_checkpointing=how == "checkpointing",
-            label_smoothing_factor=0.1 if how == "smoothing" else 0.0,
-            save_steps=24,
-            logging_steps=1,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-        ),
-        train_dataset=data,
-        eval_dataset=data,
-    )
+    options = {"gradient_checkpointing": how == "checkpointing", **STEPS}
+    options["label_smoothing_factor"] = 0.1 if how == "smoothing" else 0.0
+    arguments = transformers.TrainingArguments(str(tmp_path), **options)
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < 0.9 * losses[0]
@@ -206,13 +190,15 @@ def test_the_trainer_trains_it(how, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["rotary", "untied", "softmax"])
-def test_a_grown_model_is_saved_as_grown(kind, tmp_path):
-    model, tokens = build(**KINDS[kind]), torch.randint(61, (2, 9))
+def test_a_grown_model_is_saved_as_grown(kind, tokens, tmp_path):
+    model = build(**KINDS[kind])
     before = model(tokens).logits
-    grow(model.model, num_qkv_param_tokens=48, num_ffn_param_tokens=160)
-    counts = {"num_qkv_param_tokens": 48, "num_proj_param_tokens": 32, "num_ffn_param_tokens": 160}
-    assert {name: getattr(model.config, name) for name in counts} == counts
+    counts = {"num_qkv_param_tokens": 64, "num_proj_param_tokens": 32, "num_ffn_param_tokens": 256}
+    init = "duplicate" if kind == "softmax" else "zero_key"
+    grow(model.model, **counts, init=init, split=kind == "rotary")
     loaded = reload(model, tmp_path)
+    for each in (model, loaded):
+        assert {name: getattr(each.config, name) for name in counts} == counts
     torch.testing.assert_close(loaded(tokens).logits, before, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
     assert counts.items() <= json.loads((tmp_path / "config.json").read_text()).items()
@@ -220,13 +206,11 @@ def test_a_grown_model_is_saved_as_grown(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["tokenformer", "learned", "rotary"])
 def test_a_folder_says_where_texts_end_and_how_long_they_may_be(kind, tmp_path):
-    if kind == "tokenformer":
-        model = build(vocab_size=258)
-    else:
-        model = transformer_lm(258, 40, 32, 1, 2, positions=kind)
+    ours = kind == "tokenformer"
+    model = build(vocab_size=258) if ours else transformer_lm(258, 40, 32, 1, 2, positions=kind)
     save_language_model(model, tmp_path, byte_tokenizer())
-    loaded, tokenizer = load(tmp_path)[0], AutoTokenizer.from_pretrained(tmp_path)
-    end = SequenceBiasLogitsProcessor([[[256], 1e4]])
+    loaded, tokenizer = load(tmp_path)[0], transformers.AutoTokenizer.from_pretrained(tmp_path)
+    end = transformers.SequenceBiasLogitsProcessor([[[256], 1e4]])
     written = loaded.generate(torch.tensor([[65]]), logits_processor=[end], max_new_tokens=9)
     assert written.tolist() == [[65, 256]]
     assert len(tokenizer("x" * 99, truncation=True)["input_ids"]) == 40
@@ -236,21 +220,20 @@ def test_a_folder_says_where_texts_end_and_how_long_they_may_be(kind, tmp_path):
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_the_vocabulary_can_be_resized(tie, tmp_path):
-    model, tokens = build(tie_embeddings=tie), torch.randint(61, (2, 9))
+def test_the_vocabulary_can_be_resized(tie, tokens, tmp_path):
+    model = build(tie_embeddings=tie)
     before = model(tokens).logits
     model.resize_token_embeddings(70, mean_resizing=False)
     assert model.config.vocab_size == model.model.config.vocab_size == 70
     after = reload(model, tmp_path)(tokens).logits
-    assert after.shape == (2, 9, 70)
+    assert after.shape == (3, 9, 70)
     torch.testing.assert_close(after[..., :61], before)
 
 
-def test_nested_sizes_and_extracted_models_are_saved(tmp_path):
+def test_nested_sizes_and_extracted_models_are_saved(tokens, tmp_path):
     model = build(nested=(0.25, 0.5))
-    tokens = torch.randint(61, (2, 9))
     loaded = reload(model, tmp_path / "nested")
-    assert loaded.config.lm_config() == model.config.lm_config()
+    assert loaded.config.nested == model.config.nested == (0.25, 0.5)
     assert loaded.model.sizes == (0.25, 0.5, 1.0)
     for size in (0.25, 0.5):
         for each in (model, loaded):
@@ -261,7 +244,173 @@ def test_nested_sizes_and_extracted_models_are_saved(tmp_path):
         assert small.config.num_qkv_param_tokens == round(size * 32)
         assert torch.equal(small(tokens).logits, expected)
     assert load(tmp_path / "nested", device_map="meta")[0].sizes == (0.25, 0.5, 1.0)
-    config = json.loads((tmp_path / "nested/config.json").read_text())
-    (tmp_path / "nested/config.json").write_text(json.dumps({**config, "nested": [0.25, 0.75]}))
-    with pytest.raises(InputError, match=r"\[8, 16\] in the checkpoint and \[8, 24\]"):
-        load(tmp_path / "nested")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_packed_rows_are_read_apart(attention, positions):
+    model = build(attention, positions=positions).double()
+    texts = [torch.randint(61, (1, length)) for length in (4, 3, 6)]
+    expected = torch.cat([model(text).logits for text in texts], dim=1)
+    row = torch.cat(texts, dim=1)
+    places = torch.cat([torch.arange(text.shape[1]) for text in texts])[None]
+    for cached in (False, True, None):
+        packed = model(row, position_ids=places, use_cache=cached).logits
+        torch.testing.assert_close(packed, expected)
+    allowed = torch.block_diag(*(torch.ones(n, n).tril() for n in (4, 3, 6))).bool()[None, None]
+    added = torch.zeros(allowed.shape).double().masked_fill(~allowed, -torch.inf)
+    for mask in (allowed, added):
+        logits = model(row, attention_mask=mask, position_ids=places).logits
+        torch.testing.assert_close(logits, expected)
+    many = torch.randint(61, (1, 60))  # longer than the context, but no text in it is
+    places = torch.arange(60)[None] % 20
+    logits = model(many, position_ids=places, use_cache=False).logits
+    torch.testing.assert_close(logits[:, 40:], model(many[:, 40:]).logits)
+
+
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}, {"num_beams": 2}])
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+@pytest.mark.parametrize("embedded", [False, True])
+def test_a_text_ends_with_the_context(how, positions, embedded, tokens):
+    model = build(positions=positions).double()
+    how, long = {**PLAIN, "max_new_tokens": 99, **how}, tokens.repeat(1, 5)[:, :40]
+    inputs = [{"inputs": each} for each in (tokens, long)]
+    if embedded:
+        embed = model.get_input_embeddings()
+        inputs = [{"inputs_embeds": embed(each)} for each in (tokens, long)]
+    whole = model.generate(**inputs[0], **how)
+    assert whole.shape == (3, 31 if embedded else 40)
+    assert torch.equal(whole[:, -31:], model.generate(tokens, **how)[:, 9:])
+    with pytest.raises(InputError, match=r"prompt has 40 tokens.*context_length is 40: shorten"):
+        model.generate(**inputs[1], **how)
+    with pytest.raises(InputError, match=r"sequence has 41 tokens, .* is 40: shorten"):
+        model(tokens.repeat(1, 5)[:, :41])
+
+
+def test_a_pipeline_with_its_defaults_ends_with_the_context(tmp_path):
+    save_language_model(build(vocab_size=258).double(), tmp_path, byte_tokenizer())
+    write = pipeline("text-generation", model=str(tmp_path), device="cpu")
+    streamer = TextIteratorStreamer(write.tokenizer, timeout=60, skip_special_tokens=True)
+    text = write("Hello", do_sample=False, streamer=streamer)[0]["generated_text"]
+    assert text.startswith("Hello")
+    assert "".join(streamer) == text
+
+
+def test_a_paged_cache_writes_the_same():
+    model = build()
+    prompts = [torch.randint(2, 61, (length,)).tolist() for length in (4, 9, 6)]
+    how = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    found = model.generate_batch(prompts, how, small, progress_bar=False)
+    for prompt, output in zip(prompts, found.values(), strict=True):
+        alone = model.generate(torch.tensor([prompt]), generation_config=how)
+        assert output.generated_tokens == alone[0, len(prompt) :].tolist()
+
+
+@pytest.mark.slow
+@torch.no_grad()  # PyTorch's has no gradient on a CPU
+def test_flex_attention_computes_the_same(tokens):
+    model = build()
+    expected = model(tokens, use_cache=False).logits
+    model.set_attn_implementation("flex_attention")
+    torch.testing.assert_close(model(tokens, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_weights_for_another_computation_are_refused(auto, tmp_path):
+    build().double().save_pretrained(tmp_path)
+    load = (AutoModelForCausalLM if auto else TokenFormerForCausalLM).from_pretrained
+    config = AutoConfig.from_pretrained(tmp_path)
+    for how in ({"theta": "gelu_l2"}, {"config": config}):
+        assert load(tmp_path, **how).config.theta == "gelu_l2"
+    config.theta = "gelu_l1"
+    fault = r"theta is 'gelu_l1', but the weights in .* were trained with 'gelu_l2': set theta="
+    for how in ({"theta": "gelu_l1"}, {"config": config}):
+        with pytest.raises(InputError, match=fault):
+            load(tmp_path, **how)
+    with pytest.raises(InputError, match=r"num_heads is 4, .* trained with 2: set num_heads=2"):
+        load(tmp_path, num_attention_heads=4)
+    assert load(tmp_path, rotary_base=2e4).config.rotary_base == 2e4  # for longer sequences
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_first_blocks_draft_what_the_model_writes(depth, tokens):
+    model, runs = build(depth=3, num_ffn_param_tokens=[128, 96, 64]).double(), []
+    expected = model.generate(tokens[:1], **PLAIN)
+    for block in model.model.blocks:
+        block.register_forward_hook(lambda block, *_: runs.append(block.attn.layer_idx))
+    written = model.generate(tokens[:1], assistant_early_exit=depth, **PLAIN)
+    assert torch.equal(written, expected)
+    assert model.config.num_hidden_layers == 3
+    assert runs.count(0) == runs.count(depth - 1) > runs.count(depth)
+
+
+@pytest.mark.slow
+def test_compiled_generation_writes_the_same(tokens):
+    model = build().double()
+    expected = model.generate(tokens, **PLAIN)
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    assert torch.equal(model.generate(tokens, cache_implementation="static", **PLAIN), expected)
+
+
+def test_base_models_and_classifiers_open_a_language_model(tokens, tmp_path):
+    model = build().double()
+    model.save_pretrained(tmp_path)
+    # Weights in a mapped file begin at other addresses, and some CPUs then round otherwise.
+    base = copy.deepcopy(transformers.AutoModel.from_pretrained(tmp_path))
+    features = base(tokens).last_hidden_state
+    assert torch.equal(model.lm_head(features), model(tokens).logits)
+    load = AutoModelForSequenceClassification.from_pretrained
+    classifier = load(tmp_path, num_labels=4, pad_token_id=0)
+    assert classifier.score.weight.std().item() == pytest.approx(0.02, rel=0.3)
+    tokens[0, 6:] = 0  # its last token is the one before padding
+    output = classifier(tokens, labels=torch.tensor([0, 3, 2]))
+    expected = classifier.score(base(tokens).last_hidden_state[[0, 1, 2], [5, 8, 8]])
+    torch.testing.assert_close(output.logits, expected)
+    output.loss.backward()
+    grow(classifier.model.blocks, num_ffn_param_tokens=160)  # the configuration is not told
+    torch.testing.assert_close(classifier(tokens).logits, output.logits)
+    classifier.save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    assert loaded.config.num_ffn_param_tokens == classifier.config.num_ffn_param_tokens == 160
+    assert loaded.sizes == (1.0,)
+    for each in (classifier, loaded):
+        each.set_size(0.5)
+    torch.testing.assert_close(loaded(tokens).logits, classifier(tokens).logits)
+    assert not torch.allclose(loaded(tokens).logits, output.logits)
+
+
+# In another process: without our import, and with the finder of classes that transformers copies.
+OPEN = """
+import sys
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+print(type(model).__module__, type(model).__name__)
+model.save_pretrained(sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+def test_a_process_without_our_import_opens_a_folder(tmp_path):
+    build().double().save_pretrained(tmp_path / "model")
+    places = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", OPEN, str(tmp_path / "model"), str(tmp_path / "again")]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **places})
+    assert "tokenformer_vit.language.modeling TokenFormerForCausalLM" in done.stdout, done.stderr
+    folders = (tmp_path / "model", tmp_path / "again")
+    model, again = ({path.name: path.read_bytes() for path in each.iterdir()} for each in folders)
+    assert model == again
+
+
+def test_code_that_a_configuration_names_never_runs(tmp_path):
+    build().double().save_pretrained(tmp_path)
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["auto_map"] = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load_language_model(tmp_path).save_pretrained(tmp_path / "again")
+    assert "evil" not in (tmp_path / "again/config.json").read_text()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "unknown"}))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_language_model(tmp_path)
+    assert not (tmp_path / "ran").exists()

@@ -5,14 +5,9 @@ import torch
 
 pytest.importorskip("transformers", reason="pip install '.[language]'")
 
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
-from tokenformer_vit.language import matched_transformer, transformer_lm
+from tokenformer_vit.language import TokenFormerConfig, matched_transformer, transformer_lm
 from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
 from tokenformer_vit.models.compilation import blocks_of
 
@@ -76,8 +71,6 @@ def test_residual_parts_start_smaller(positions):
 
 
 PAIRS = {"num_qkv_param_tokens": 20, "num_proj_param_tokens": 28, "num_ffn_param_tokens": 50}
-
-
 BY_BLOCK = {**PAIRS, "num_ffn_param_tokens": [40, 60]}
 
 
@@ -91,11 +84,8 @@ def test_the_matched_transformer_has_as_many_weights_in_blocks(changes, position
         return sum(p.numel() for p in blocks.parameters() if p.dim() > 1)
 
     assert weights(blocks_of(model.base_model)) == weights(ours.blocks)
-    same = ("context_length", "depth", "embed_dim", "num_heads", "vocab_size")
-    theirs = ("max_position_embeddings", "num_hidden_layers", "hidden_size")
-    theirs += ("num_attention_heads", "vocab_size")
-    assert [getattr(model.config, name) for name in theirs] == [SHAPE[name] for name in same]
-    assert model.config.tie_word_embeddings == config.tie_embeddings
+    for name, theirs in {**TokenFormerConfig.attribute_map, "vocab_size": "vocab_size"}.items():
+        assert getattr(model.config, theirs) == getattr(config, name)
     if positions == "rotary":
         turns = [50.0 ** (-r / 8) for r in range(0, 8, 2)]  # 8 of the 16 dimensions of a head
         assert model.gpt_neox.rotary_emb.inv_freq.tolist() == pytest.approx(turns)

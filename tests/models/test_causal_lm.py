@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import extract, grow, nest
 from tokenformer_vit.models import LM_PRESETS, KVCache, LMConfig, TokenFormerLM, lm_config
 from tokenformer_vit.ops import THETAS
 
@@ -128,6 +129,23 @@ def test_padding_on_either_side_changes_nothing(kind):
         torch.testing.assert_close(logits[:1, own], expected)
         torch.testing.assert_close(logits[1:], model(other))
         assert logits.isfinite().all()
+
+
+def test_the_configuration_follows_the_layers():
+    given = LMConfig(vocab_size=61, embed_dim=32, depth=2, num_heads=2)
+    model = TokenFormerLM(given)
+    assert (given.num_ffn_param_tokens, model.config.num_ffn_param_tokens) == (None, 128)
+    grow(model.blocks[1], num_ffn_param_tokens=192)  # the model is not told
+    assert model.config.num_ffn_param_tokens == [128, 192]
+    nest(model, (0.5,))
+    assert (model.sizes, model.config.nested) == ((0.5, 1.0), (0.5,))
+    small = extract(model, 0.5)
+    assert small.config.nested == given.nested == ()
+    assert small.config.num_ffn_param_tokens == [64, 96]
+    rebuilt = TokenFormerLM(small.config)
+    rebuilt.load_state_dict(small.state_dict())
+    tokens = torch.randint(61, (2, 9))
+    torch.testing.assert_close(rebuilt(tokens), small(tokens), rtol=0, atol=0)
 
 
 def test_what_does_not_fit_is_said():

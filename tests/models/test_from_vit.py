@@ -222,7 +222,7 @@ def test_a_step_moves_keys_values_and_the_bias_of_the_norms(model):
 def test_sizes_are_ranks_of_the_projections():
     vit = build()
     model, x = from_vit(vit), torch.randn(64, 48)
-    block, layer = vit.blocks[1], model.blocks[1].attn.query
+    block = vit.blocks[1]
     weight, bias = (each.double()[:48] for each in (block.attn.qkv.weight, block.attn.qkv.bias))
     bias = bias + weight @ block.norm1.bias.double()
     weight = weight * block.norm1.weight.double()
@@ -231,21 +231,23 @@ def test_sizes_are_ranks_of_the_projections():
     shifted = F.layer_norm(x, (48,), eps=1e-6) + 1
     for rank in (48, 24, 5):
         exact = shifted.double() @ (left[:, :rank] * sizes[:rank] @ right[:rank]).T
-        with at_size(model, {"qkv": 2 * rank}):
-            found = layer(shifted)
+        cut = growth.extract(model, num_qkv_param_tokens=2 * rank)
+        found = cut.blocks[1].attn.query(shifted)
         assert (found - exact).norm() <= 1e-5 * exact.norm()
 
 
 @torch.no_grad()
 def test_nested_extracted_and_pruned_models(model):
-    x, half = images(), {"qkv": 48, "proj": 1.0, "ffn": 1.0}
+    x = images()
     before = model(x)
-    small = growth.extract(model, half)
-    growth.nest(model, (half,))
+    growth.nest(model, (0.5,), kinds=["qkv"])
+    small = growth.extract(model, 0.5)
     assert torch.equal(model(x), before)
-    with at_size(model, half):
+    with at_size(model, 0.5):
         assert torch.equal(model(x), small(x))
-    assert small.blocks[0].attn.query.num_param_tokens == 48
+    assert small.blocks[0].attn.proj.num_param_tokens == model.blocks[0].attn.proj.num_param_tokens
+    whole = model.blocks[0].attn.query.num_param_tokens
+    assert small.blocks[0].attn.query.num_param_tokens == whole // 2
     growth.nest(model, ())
     pruned = growth.prune(copy.deepcopy(model), growth.measure_usage(model, [x]), 96, 108, 193)
     # What goes fills counts up, or adds nothing: the outputs stay.

@@ -1,4 +1,4 @@
-"""Sizes of a model, by share, by kind and by layer."""
+"""Sizes of a model: shares of the pairs of its layers."""
 
 import json
 
@@ -8,69 +8,83 @@ import torch
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import count_pairs
 from tokenformer_vit.models.checkpoints import load_model, save_model
-from tokenformer_vit.models.sizes import at_size, find_layers, nested_sizes, size_counts
+from tokenformer_vit.models.sizes import at_size, find_layers
 
 
 def used(model):
-    return {
-        name: layer.num_used for name, layer in model.named_modules() if hasattr(layer, "num_used")
-    }
+    return {name: layer.num_used for name, layer in find_layers(model).items()}
 
 
-def test_a_size_is_a_share_of_every_layer_or_of_some(small):
+def test_a_size_is_a_share_of_every_layer(small):
     model = small(nested=(0.5, 1.0, 0.25))
     assert model.sizes == (0.25, 0.5, 1.0)
     pairs = count_pairs(model)
     model.set_size(0.3)
     assert used(model) == {name: round(0.3 * pairs[name]) for name in pairs}
-    model.set_size({"qkv": 0.5, "ffn": 7})
-    chosen = {name: 24 for name in pairs if name.endswith(("query", "key", "value"))}
-    chosen |= {name: 7 for name in pairs if name.endswith("mlp")}
-    assert used(model) == {**pairs, **chosen}
     model.set_size(None)
     assert used(model) == pairs
     model.set_size(1e-9)
     assert set(used(model).values()) == {1}
 
 
-@pytest.mark.parametrize("size", [0, 0.0, 1.5, -0.25, 2, "half", {"ffn": 0}, {"ffn": 193}])
+def test_sizes_concern_the_kinds_that_are_named(small):
+    model = small(nested=(0.5,), nested_kinds=["ffn"])
+    pairs = count_pairs(model)
+    model.set_size(0.3)
+    chosen = {name: round(0.3 * count) for name, count in pairs.items() if name.endswith("mlp")}
+    assert used(model) == {**pairs, **chosen}
+    assert {name for name, t in model.state_dict().items() if t.shape == (2,)} == {
+        f"blocks.{block}.mlp.tau" for block in (0, 1)
+    }
+
+
+@pytest.mark.parametrize("size", [0, 1.5, -0.25, 2])
 def test_sizes_out_of_range_are_refused_and_change_nothing(small, size):
     model = small(nested=(0.25,))
     model.set_size(0.5)
     before = used(model)
-    value = repr(size["ffn"] if isinstance(size, dict) else size)
-    with pytest.raises(InputError, match=f"{value}.* of its .*above 0 and at most 1"):
+    with pytest.raises(InputError, match=f"above 0 and at most 1, but got {size!r}"):
         model.set_size(size)
-    with pytest.raises(InputError, match=r"'mlps'.*qkv, proj and ffn"):
-        model.set_size({"mlps": 0.5})
     assert used(model) == before
 
 
 @pytest.mark.parametrize(
-    ("nested", "said"),
+    ("arguments", "said"),
     [
-        (0.5, "list .*0.5"),
-        ((0.5, 2), "2.* of its"),
-        (({"qkv": 0.5}, {"ffn": 0.5}), r"but got \(48, 24\).*contain one another"),
+        ({"nested": 0.5}, "list .*0.5"),
+        ({"nested": (0.5, 2)}, r"shares, such as \(0.25, 0.5\), not \(0.5, 2\)"),
+        ({"nested": (0.5,), "nested_kinds": ["mlp"]}, "some of .*'ffn'.*, but got 'mlp'"),
     ],
 )
-def test_nested_sizes_that_are_none_are_refused(small, nested, said):
+def test_nested_sizes_that_are_none_are_refused(small, arguments, said):
     with pytest.raises(InputError, match=said):
-        small(nested=nested)
+        small(**arguments)
 
 
-def test_nested_sizes_are_saved_with_the_model(small, images, tmp_path):
-    sizes = [{"qkv": 12, "proj": 0.5, "ffn": 0.25}, 0.75]
-    model, x = small(nested=sizes), images()
-    for layer in model.modules():
-        if getattr(layer, "nested_tau", None) is not None:
-            layer.nested_tau.mul_(torch.rand(2) + 0.5)
+def test_the_former_size_is_in_use_after_a_with_block(small, images):
+    model, x = small(nested=(0.25, 0.5)), images()
+    model.set_size(0.5)
+    before = model(x)
+    with at_size(model, 0.25), at_size(model, 0.3):
+        assert not torch.equal(model(x), before)
+    assert torch.equal(model(x), before)
+    assert used(model) == {name: round(0.5 * count) for name, count in count_pairs(model).items()}
+
+
+@pytest.mark.parametrize("kinds", [None, ["qkv", "ffn"]])
+def test_nested_sizes_are_saved_with_the_model(small, images, tmp_path, kinds):
+    sizes = (0.25, 0.75)
+    model, x = small(nested=sizes, nested_kinds=kinds), images()
+    for layer in find_layers(model).values():
+        layer.tau.mul_(torch.rand(layer.tau.shape) + 0.5)
     save_model(model, tmp_path / "model")
-    assert json.loads((tmp_path / "model/config.json").read_text())["model_args"]["nested"] == sizes
+    saved = json.loads((tmp_path / "model/config.json").read_text())["model_args"]
+    assert saved["nested"] == [*sizes]
+    assert saved.get("nested_kinds") == kinds
     loaded = load_model(None, tmp_path / "model")
     assert loaded.sizes == model.sizes == (*sizes, 1.0)
-    for kwargs in ({"nested": ()}, {"nested": (0.25, 0.75)}):
-        with pytest.raises(InputError, match="nested"):
+    for kwargs in ({"nested": ()}, {"nested": (0.25,)}, {"nested": (0.25, 0.5)}):
+        with pytest.raises(InputError, match=r"nested|tau is"):
             load_model(None, tmp_path / "model", **kwargs)
     for size in (*sizes, 0.6):
         model.set_size(size)
@@ -99,12 +113,3 @@ def test_a_size_under_gradient_checkpointing_is_refused(small, images):
         at_size(model, 0.5).__enter__()
     with torch.no_grad(), at_size(model, 0.5):
         model(images())
-
-
-def test_sizes_are_read_from_layers_in_the_shortest_words(small):
-    model = small(nested=({"ffn": 0.5, "qkv": 24, "proj": 24}, 0.75), num_ffn_param_tokens=[40, 80])
-    assert nested_sizes(model, model.sizes) == model.sizes
-    for known, read in zip(model.sizes, nested_sizes(model), strict=True):
-        layers = find_layers(model)  # a number by layer, where those of one kind differ
-        assert size_counts(layers, read) == size_counts(layers, known)
-    assert nested_sizes(small(nested=(0.5,))) == (0.5, 1.0)

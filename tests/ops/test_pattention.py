@@ -3,13 +3,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import grad, jacfwd, jacrev, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from tokenformer_vit.ops import BACKENDS, THETAS, check_backend, default_tau, pattention
+from tokenformer_vit.ops import THETAS, default_tau, layer_norm, pattention
+from tokenformer_vit.ops.theta import theta_weights
 
 WIDTH, OUT = 48, 40
 NAMES = ("output", "x", "keys", "values")
-FAST = ("gelu_l2", "gelu_tanh_l2")
 
 
 @pytest.fixture
@@ -33,25 +35,26 @@ def run(op, inputs, upstream):
     return [out.detach(), *torch.autograd.grad(out, inputs, upstream.to(out.dtype))]
 
 
+def plain(x, keys, values, theta, tau, eps=1e-6):
+    return theta_weights(x @ keys.T, theta, tau, eps) @ values
+
+
 def exact(inputs, theta, tau, upstream, eps=1e-6):
-    """Output and gradients of the reference in float64, for exactly the numbers of ``inputs``."""
+    """Output and gradients of the plain formulas in float64, for exactly these inputs."""
     inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    return run(
-        lambda *i: pattention(*i, theta, tau.double(), eps, "reference"), inputs, upstream.double()
-    )
+    return run(lambda *i: plain(*i, theta, tau.double(), eps), inputs, upstream.double())
 
 
 def released(x, keys, values, theta):
-    """The authors' code, in the precision of its operands; the tanh, and GELU alone, are ours."""
+    """The authors' code, in the precision of its operands; GELU alone is ours."""
     scores, pairs = x @ keys.T, keys.shape[0]
     if theta == "softmax":
         weights = F.softmax(scores, dim=-1) * pairs
     elif theta == "gelu_l1":
         weights = F.gelu(scores)
         weights = weights / weights.norm(p=1, dim=-1, keepdim=True) * pairs
-    elif theta in FAST:
-        z = scores / scores.norm(p=2, dim=-1, keepdim=True) * math.sqrt(pairs)
-        weights = F.gelu(z, approximate="none" if theta == "gelu_l2" else "tanh")
+    elif theta == "gelu_l2":
+        weights = F.gelu(scores / scores.norm(p=2, dim=-1, keepdim=True) * math.sqrt(pairs))
     elif theta == "gelu_l2_post":
         weights = F.gelu(scores)
         weights = weights / weights.norm(p=2, dim=-1, keepdim=True) * math.sqrt(pairs)
@@ -60,55 +63,86 @@ def released(x, keys, values, theta):
     return weights @ values
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("tokens", "pairs"), [(1, 64), (1, 100), (197, 72), (197, 576)])
 @pytest.mark.parametrize("theta", THETAS)
-def test_output_and_gradients_are_the_released_ones(theta, tokens, pairs, backend):
+def test_output_and_gradients_are_the_released_ones(theta, tokens, pairs):
     inputs = operands(tokens, pairs, torch.float64, batch=2)
     upstream = torch.randn(2, tokens, OUT, dtype=torch.float64)
     tau = torch.tensor(default_tau(theta, pairs), dtype=torch.float64)
     expected = run(lambda *i: released(*i, theta), inputs, upstream)
-    actual = run(lambda *i: pattention(*i, theta, tau, 0.0, backend), inputs, upstream)
+    actual = run(lambda *i: pattention(*i, theta, tau, 0.0), inputs, upstream)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("pairs", [64, 72, 100, 576, 2304])
 @pytest.mark.parametrize("tokens", [1, 197])
-@pytest.mark.parametrize("theta", FAST)
-def test_agrees_with_float64_for_any_tau(theta, tokens, pairs, backend):
+def test_agrees_with_float64_for_any_tau(tokens, pairs):
     inputs = operands(tokens, pairs)
     with torch.no_grad():
         inputs[0][:, ::7] = 0  # rows of zeros among the others, and the only one of a single token
     upstream = torch.randn(1, tokens, OUT)
     for factor in (1.0, 0.37):
-        tau = torch.tensor(factor * default_tau(theta, pairs))
-        expected = exact(inputs, theta, tau, upstream)
-        actual = run(lambda *i, t=tau: pattention(*i, theta, t, 1e-6, backend), inputs, upstream)
+        tau = torch.tensor(factor * default_tau("gelu_l2", pairs))
+        expected = exact(inputs, "gelu_l2", tau, upstream)
+        actual = run(lambda *i, t=tau: pattention(*i, "gelu_l2", t, 1e-6), inputs, upstream)
         for name, a, b in zip(NAMES, actual, expected, strict=True):
             error = (a.double() - b).norm()
             assert error <= 3e-6 * b.norm() + 1e-30, f"{name}: {error / b.norm():.1e}, tau {tau}"
 
 
+def leaves():
+    """Inputs of three rows and five pairs, and a τ, in float64."""
+    shapes = ((2, 4), (5, 4), (5, 3))
+    drawn = [*(torch.randn(shape).double() for shape in shapes), torch.tensor(1.7).double()]
+    return [tensor.requires_grad_() for tensor in drawn]
+
+
+@pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("eps", [0.0, 1e-6, 0.3])
 @pytest.mark.parametrize("theta", THETAS)
-def test_gradcheck(theta, eps):
-    x, keys, values = (torch.randn(shape).double() for shape in ((2, 4), (5, 4), (5, 3)))
-    inputs = [t.requires_grad_() for t in (x, keys, values, torch.tensor(1.7).double())]
-    assert torch.autograd.gradcheck(lambda *i: pattention(*i[:3], theta, i[3], eps), inputs)
-    assert torch.autograd.gradgradcheck(
-        lambda *i: pattention(*i[:3], theta, i[3], eps, "reference"), inputs
-    )
+def test_first_and_second_derivatives(theta, eps, learned):
+    inputs = leaves()
+    fixed = () if learned else (inputs.pop().detach(),)
+
+    def op(x, keys, values, *tau):
+        return pattention(x, keys, values, theta, *tau, *fixed, eps)
+
+    assert gradcheck(op, inputs, check_batched_grad=True, check_forward_ad=True)
+    assert gradgradcheck(op, inputs, check_batched_grad=True, check_fwd_over_rev=True)
 
 
-@pytest.mark.parametrize("theta", FAST)
-def test_second_derivatives_are_refused(theta):
-    x, keys, values = operands(3, 72)
-    out = pattention(x, keys, values, theta, torch.tensor(5.0))
-    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="twice"):
-        grad.sum().backward()
+@pytest.mark.parametrize("eps", [0.0, 1e-6, 0.3])
+def test_third_derivatives(eps):
+    def slopes(*inputs):
+        loss = pattention(*inputs[:3], "gelu_l2", inputs[3], eps).pow(3).sum()
+        return torch.autograd.grad(loss, inputs, create_graph=True)
+
+    def curvature(*inputs):
+        loss = sum(slope.square().sum() for slope in slopes(*inputs))
+        return torch.autograd.grad(loss, inputs, create_graph=True)
+
+    assert gradcheck(curvature, leaves())
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_transforms_of_torch_func(theta):
+    x, keys, values, tau = (tensor.detach() for tensor in leaves())
+
+    def loss(keys, tau, x=x):
+        return pattention(layer_norm(x, 4), keys, values, theta, tau).pow(3).sum()
+
+    scales = torch.stack([tau, 2 * tau])
+    many = vmap(lambda tau: loss(keys, tau))(scales)
+    torch.testing.assert_close(many, torch.stack([loss(keys, scale) for scale in scales]))
+    samples = vmap(grad(loss, (0, 1)), (None, None, 0))(keys, tau, x)
+    for sample in range(2):
+        single = grad(loss, (0, 1))(keys, tau, x[sample])
+        torch.testing.assert_close(tuple(each[sample] for each in samples), single)
+    expected = torch.autograd.functional.hessian(loss, (keys, tau))
+    for inner, outer in ((jacrev, jacfwd), (jacrev, jacrev), (jacfwd, jacfwd)):
+        ours = outer(inner(loss, (0, 1)), (0, 1))(keys, tau)
+        torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -142,8 +176,7 @@ def test_bfloat16_is_more_accurate_than_the_released_formula():
     assert ours < 0.8 * error(released(*inputs, "gelu_l2"))
 
 
-@pytest.mark.parametrize("theta", FAST)
-def test_autocast_keeps_scores_weights_and_a_number_a_row(theta):
+def test_autocast_keeps_scores_weights_and_a_number_a_row():
     pairs, rows = 576, 2 * 197
     inputs, tau = operands(197, pairs, batch=2), torch.tensor(24.0)
     kept = {}
@@ -153,7 +186,7 @@ def test_autocast_keeps_scores_weights_and_a_number_a_row(theta):
         ),
         torch.autocast("cpu", torch.bfloat16),
     ):
-        out = pattention(*inputs, theta, tau)
+        out = pattention(*inputs, "gelu_l2", tau)
     assert out.dtype == torch.bfloat16
     size = sum(t.untyped_storage().nbytes() for t in kept.values())
     of_parameters = 2 * pairs * (WIDTH + OUT) + 4  # their casts, and tau
@@ -179,21 +212,6 @@ def test_products_are_ordinary_and_none_is_for_what_is_frozen():
             assert (tensor.grad is None) == (name in frozen)
 
 
-@pytest.mark.parametrize("theta", THETAS)
-def test_gradients_of_single_samples(theta):
-    x, keys, values = (tensor.detach() for tensor in operands(5, 72, torch.float64, batch=3))
-    tau = torch.tensor(default_tau(theta, 72), dtype=torch.float64)
-
-    def loss(keys, values, tau, x):
-        return pattention(x, keys, values, theta, tau).square().sum()
-
-    grad = torch.func.grad(loss, (0, 1, 2))
-    grads = torch.func.vmap(grad, (None, None, None, 0))(keys, values, tau, x)
-    for sample in range(3):
-        for a, b in zip(grads, grad(keys, values, tau, x[sample]), strict=True):
-            torch.testing.assert_close(a[sample], b)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("theta", [theta for theta in THETAS if THETAS[theta].norm_order])
 def test_a_learned_tau_gets_its_gradient(theta, dtype):
@@ -204,12 +222,12 @@ def test_a_learned_tau_gets_its_gradient(theta, dtype):
     tau = torch.tensor(0.37 * default_tau(theta, 72), requires_grad=True)
     upstream = torch.randn(1, 197, OUT)
 
-    def grad_tau(inputs, tau, backend):
-        out = pattention(*inputs, theta, tau, 1e-6, backend)
+    def grad_tau(op, inputs, tau):
+        out = op(*inputs, theta, tau)
         return torch.autograd.grad(out, tau, upstream.to(out.dtype))[0]
 
-    expected = grad_tau([tensor.double() for tensor in inputs], tau.double(), "reference")
-    ours = grad_tau(inputs, tau, "auto")
+    expected = grad_tau(plain, [tensor.double() for tensor in inputs], tau.double())
+    ours = grad_tau(pattention, inputs, tau)
     assert (ours.dtype, ours.shape) == (torch.float32, ())
     atol = 2e-5 if dtype == torch.float32 else 0.3
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=atol)
@@ -238,10 +256,10 @@ def test_compiled_in_one_graph(theta, dtype):
     def op(*tensors):
         return pattention(*tensors, theta, tau)
 
-    plain = run(op, inputs, upstream)
+    eager = run(op, inputs, upstream)
     compiled = run(torch.compile(op, fullgraph=True), inputs, upstream)
     tolerance = 3e-6 if dtype == torch.float32 else 1e-2
-    for a, b in zip(compiled, plain, strict=True):
+    for a, b in zip(compiled, eager, strict=True):
         assert (a - b).norm() <= tolerance * b.norm()
 
 
@@ -250,13 +268,6 @@ def test_takes_what_linear_takes(shape):
     _, keys, values = operands(1, 72)
     inputs = (torch.randn(shape, requires_grad=True), keys, values)
     upstream, tau = torch.randn(*shape[:-1], OUT), torch.tensor(5.0)
-    ours, plain = (
-        run(lambda *i, b=b: pattention(*i, "gelu_l2", tau, 1e-6, b), inputs, upstream)
-        for b in BACKENDS
-    )
-    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
-
-
-def test_unknown_backend_lists_the_known():
-    with pytest.raises(ValueError, match=r"backend .*auto, reference.*'cuda'"):
-        check_backend("cuda")
+    ours = run(lambda *i: pattention(*i, "gelu_l2", tau), inputs, upstream)
+    expected = run(lambda *i: plain(*i, "gelu_l2", tau), inputs, upstream)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)

@@ -21,16 +21,15 @@ def gelu_tanh(a):
 
 def formula(theta, a, tau):
     """The paper's Table 4, the authors' language code and GELUs, in the precision of ``a``."""
-    activate = gelu_tanh if "tanh" in theta else gelu
     if theta == "softmax":
         return tau * a.exp() / a.exp().sum(-1, keepdim=True)
     if theta == "gelu_l1":
         return tau * gelu(a) / gelu(a).abs().sum(-1, keepdim=True)
-    if theta in ("gelu_l2", "gelu_tanh_l2"):
-        return activate(tau * a / torch.linalg.vector_norm(a, dim=-1, keepdim=True))
+    if theta == "gelu_l2":
+        return gelu(tau * a / torch.linalg.vector_norm(a, dim=-1, keepdim=True))
     if theta == "gelu_l2_post":
         return tau * gelu(a) / torch.linalg.vector_norm(gelu(a), dim=-1, keepdim=True)
-    return activate(a)
+    return gelu_tanh(a) if theta == "gelu_tanh" else gelu(a)
 
 
 def double(value):

@@ -10,18 +10,18 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+from torch._subclasses import FakeTensorMode
 
 import tokenformer_vit
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.ops import default_tau, pattention, triton_theta
+from tokenformer_vit.ops import triton_theta
 from tokenformer_vit.ops.theta import theta_weights
-from tokenformer_vit.ops.theta_grad import fast_gelu_l2
+from tokenformer_vit.ops.theta_grad import GeluL2
 from tokenformer_vit.ops.triton_theta import gelu_l2, gelu_l2_backward
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -30,11 +30,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = list(itertools.product((1, 5, 197), (1, 64, 72, 100, 576, 1792, 2304), DTYPES))
 if INTERPRETED:  # where a kernel takes a second for one of the large ones
     SIZES = [size for size in SIZES if size[0] * size[1] < 100_000]
-NAMES = {False: "gelu_l2", True: "gelu_tanh_l2"}
 EPS = 1e-6
 
 on_each_device = pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [CUDA])
-both_gelus = pytest.mark.parametrize("tanh", [False, True])
 
 
 def inputs(rows, pairs, dtype=torch.float32, device="cpu"):
@@ -44,31 +42,30 @@ def inputs(rows, pairs, dtype=torch.float32, device="cpu"):
     return scores.to(dtype), tau, torch.randn(rows, pairs, device=device).to(dtype)
 
 
-def plain(scores, tau, grad, tanh):
+def plain(scores, tau, grad):
     """Weights and gradient of the scores by plain PyTorch, in the precision of the scores."""
     scores = scores.detach().requires_grad_()
-    weights = theta_weights(scores, NAMES[tanh], tau, EPS)
+    weights = theta_weights(scores, "gelu_l2", tau, EPS)
     return weights.detach(), *torch.autograd.grad(weights, scores, grad)
 
 
-def kernels(scores, tau, grad, tanh):
-    weights, factors = gelu_l2(scores, tau, EPS, tanh)
-    return weights, gelu_l2_backward(scores, tau, factors, grad, tanh)[0]
+def kernels(scores, tau, grad):
+    weights, factors = gelu_l2(scores, tau, EPS)
+    return weights, gelu_l2_backward(scores, tau, factors, grad)[0]
 
 
 @on_each_device
-@both_gelus
 @pytest.mark.parametrize(("rows", "pairs", "dtype"), SIZES)
-def test_error_is_that_of_plain_pytorch(device, tanh, rows, pairs, dtype):
+def test_error_is_that_of_plain_pytorch(device, rows, pairs, dtype):
     scores, tau, grad = inputs(rows, pairs, dtype, device)
-    exact = plain(scores.double(), tau.double(), grad.double(), tanh)
+    exact = plain(scores.double(), tau.double(), grad.double())
     # Few numbers can be right by chance, so a rounding of the gradient's terms counts as well. The
     # interpreter cuts bfloat16 off where a GPU rounds.
     epsilon = torch.finfo(dtype).eps * (2 if INTERPRETED or dtype == torch.float32 else 0.5)
     factor = tau / scores.double().norm(dim=-1, keepdim=True)
     sizes = exact[0].norm(), (factor * grad).norm()
-    others = plain(scores, tau, grad, tanh), exact, sizes
-    for ours, stock, truth, size in zip(kernels(scores, tau, grad, tanh), *others, strict=True):
+    others = plain(scores, tau, grad), exact, sizes
+    for ours, stock, truth, size in zip(kernels(scores, tau, grad), *others, strict=True):
         assert ours.dtype == dtype
         times = 1.5 if dtype == torch.float32 else 1.2
         standard = times * (stock - truth).norm() + (epsilon * size if rows * pairs < 20_000 else 0)
@@ -78,13 +75,12 @@ def test_error_is_that_of_plain_pytorch(device, tanh, rows, pairs, dtype):
 
 
 @on_each_device
-@both_gelus
-def test_gelu_and_its_slope_over_their_whole_range(device, tanh):
+def test_gelu_and_its_slope_over_their_whole_range(device):
     # With this τ the factor is nearly 1, so the scores are what GELU is applied to.
     for row in torch.linspace(-14, 14, 8 * 997, device=device).view(8, 1, 997):
         tau, grad = row.norm(), torch.ones_like(row)
-        weights, slope = plain(row.double(), tau.double(), grad.double(), tanh)
-        ours, our_slope = kernels(row, tau, grad, tanh)
+        weights, slope = plain(row.double(), tau.double(), grad.double())
+        ours, our_slope = kernels(row, tau, grad)
         assert ((ours - weights).abs() / row.abs().clamp(min=1)).max() < 6e-7
         assert (our_slope - slope).abs().max() < 2e-6
 
@@ -94,19 +90,15 @@ def test_gelu_and_its_slope_over_their_whole_range(device, tanh):
 def test_rows_of_zeros_and_sums_beyond_float16(device, dtype):
     scores, tau, grad = inputs(5, 576, dtype, device)
     scores[::2], scores[1] = 0, 300
-    expected = plain(scores.double(), tau.double(), grad.double(), False)
-    for ours, exact in zip(kernels(scores, tau, grad, False), expected, strict=True):
-        tolerance = {
-            "rtol": 4 * torch.finfo(dtype).eps,
-            "atol": 1e-2 if dtype != DTYPES[0] else 1e-6,
-        }
-        torch.testing.assert_close(ours, exact.to(dtype), **tolerance)
+    expected = plain(scores.double(), tau.double(), grad.double())
+    for ours, exact in zip(kernels(scores, tau, grad), expected, strict=True):
+        rtol, atol = 4 * torch.finfo(dtype).eps, 1e-6 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(ours, exact.to(dtype), rtol=rtol, atol=atol)
 
 
 @on_each_device
-@both_gelus
 @pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_of_an_operation(device, tanh, compiled, monkeypatch):
+def test_gradients_of_an_operation(device, compiled):
     """They reach scores and a learned τ, also of (B, N, P) scores that are not contiguous."""
     scores, tau, _ = inputs(6, 100, device=device)
     scores = torch.stack([scores, scores], dim=-1)[..., 0].view(2, 3, 100).requires_grad_()
@@ -118,12 +110,10 @@ def test_gradients_of_an_operation(device, tanh, compiled, monkeypatch):
         return weights, *torch.autograd.grad(weights, (scores, tau), upstream)
 
     def op(scores, tau):
-        return fast_gelu_l2(scores, tau, EPS, "tanh" if tanh else "none")
-
-    monkeypatch.setattr(triton_theta, "serves", lambda scores: True)
+        return GeluL2.apply(scores, tau, EPS)
 
     wide = scores.detach().double().requires_grad_(), tau.detach().double().requires_grad_()
-    expected = run(lambda s, t: theta_weights(s, NAMES[tanh], t, EPS), *wide, upstream.double())
+    expected = run(lambda s, t: theta_weights(s, "gelu_l2", t, EPS), *wide, upstream.double())
     if compiled:
         backend = "aot_eager" if device == "cpu" else "inductor"
         op = torch.compile(op, fullgraph=True, backend=backend)
@@ -135,35 +125,16 @@ def test_gradients_of_an_operation(device, tanh, compiled, monkeypatch):
 def test_registration(device):
     scores, tau, grad = inputs(5, 72, torch.bfloat16, device)
     ops = torch.ops.tokenformer_vit
-    _, factors = gelu_l2(scores, tau, EPS, False)
+    factors = gelu_l2(scores, tau, EPS)[1]
     for each in (scores, scores.t().contiguous().t(), scores[:0]):
-        torch.library.opcheck(ops.gelu_l2.default, (each, tau, EPS, False))
-    torch.library.opcheck(ops.gelu_l2_backward.default, (scores, tau, factors, grad, True))
-
-
-@on_each_device
-def test_a_worse_kernel_is_noticed(device, monkeypatch):
-    triton_theta.try_kernels.cache_clear()
-    monkeypatch.setattr(triton_theta, "_trusted", True)
-    place = torch.bfloat16, torch.device(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        if not INTERPRETED:  # which cuts bfloat16 off
-            triton_theta.try_kernels(100, *place)
-        triton_theta.try_kernels(100, torch.float32, torch.device(device))
-    assert triton_theta._trusted
-    right = triton_theta.gelu_l2
-    monkeypatch.setattr(triton_theta, "gelu_l2", lambda s, *i: right(s * 1.01, *i))
-    with pytest.warns(UserWarning, match="gelu_l2 fail on this GPU for 72 pairs.*slower"):
-        triton_theta.try_kernels(72, *place)
-    assert not triton_theta._trusted
+        torch.library.opcheck(ops.gelu_l2.default, (each, tau, EPS))
+    torch.library.opcheck(ops.gelu_l2_backward.default, (scores, tau, factors, grad))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
-def test_a_layer_on_a_gpu_uses_the_kernels_and_waits_for_nothing(monkeypatch):
+def test_a_layer_on_a_gpu_uses_the_kernels_and_waits_for_nothing():
     layer = Pattention(48, 48, 576).to("cuda", torch.bfloat16)
-    assert triton_theta._trusted
     x = torch.randn(197, 48, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     layer(x).sum().backward()
     torch.cuda.set_sync_debug_mode("error")
@@ -188,18 +159,24 @@ def test_more_than_two_to_the_31_elements():
     scores = torch.ones(2**31 // 2304 + 197, 2304, dtype=torch.bfloat16, device="cuda")
     last, tau, _ = inputs(197, 2304, torch.bfloat16, "cuda")
     scores[-197:] = last
-    weights = gelu_l2(scores, tau, EPS, False)[0]
-    assert torch.equal(weights[-197:], gelu_l2(last, tau, EPS, False)[0])
+    weights = gelu_l2(scores, tau, EPS)[0]
+    assert torch.equal(weights[-197:], gelu_l2(last, tau, EPS)[0])
 
 
-def test_other_devices_use_plain_pytorch():
-    x, keys, values = torch.randn(5, 8), torch.randn(72, 8), torch.randn(72, 8)
-    tau = torch.tensor(default_tau("gelu_l2", 72))
-    auto, reference = (
-        pattention(x, keys, values, "gelu_l2", tau, backend=b) for b in ("auto", "reference")
-    )
-    torch.testing.assert_close(auto, reference)
-    assert not triton_theta.serves(x)
+def test_an_environment_variable_switches_the_kernels_off():
+    code = "from tokenformer_vit.ops.triton_theta import *; print(serves(torch.empty(5, 8)))"
+    environment = {**os.environ, "TOKENFORMER_TRITON": "0"}
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, env=environment, text=True).strip() == "False"
+
+
+def test_tensors_without_memory_of_their_own_are_refused():
+    if triton_theta._ENABLED:
+        assert triton_theta.serves(torch.empty(5, 8))
+    assert not triton_theta.serves(torch.empty(5, 8).double())
+    assert not triton_theta.serves(torch.empty(1, triton_theta.MAX_PARAM_TOKENS + 1))
+    with FakeTensorMode():
+        assert not triton_theta.serves(torch.empty(5, 8))
 
 
 @pytest.mark.slow
@@ -245,14 +222,13 @@ def test_no_kernel_spills_on_an_h100(tmp_path, monkeypatch):
             2,
         ),
     }
-    cases = itertools.product(signatures, pairs_of_the_presets(), (False, True))
-    for name, pairs, tanh in cases:
+    for name, pairs in itertools.product(signatures, pairs_of_the_presets()):
         tensors, numbers, kept = signatures[name]
         signature = {each: "*bf16" if size == 2 else "*fp32" for each, size in tensors.items()}
         signature |= numbers | {"num_rows": "i32"}
-        layout = triton_theta._layout(pairs, kept)
+        layout = dict(triton_theta._layout(pairs, kept))
         num_warps = layout.pop("num_warps")
-        constants = {"P": pairs, "TANH": tanh, "PTX": True, **layout}
+        constants = {"P": pairs, "PTX": True, **layout}
         source = triton.compiler.ASTSource(
             getattr(triton_theta, f"{name}_kernel"),
             signature | dict.fromkeys(constants, "constexpr"),
@@ -266,5 +242,5 @@ def test_no_kernel_spills_on_an_h100(tmp_path, monkeypatch):
         command = [cuobjdump, "--dump-resource-usage", binary]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         spilled = sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage)))
-        print(name, pairs, tanh, *re.findall(r"REG:\d+", usage))
-        assert not spilled, f"{name} of {pairs} pairs, tanh {tanh}"
+        print(name, pairs, *re.findall(r"REG:\d+", usage))
+        assert not spilled, f"{name} of {pairs} pairs"

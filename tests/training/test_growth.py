@@ -8,6 +8,7 @@ import timm
 import torch
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.training.models.growth import GrowthHook
 from tokenformer_vit.training.optim import AccumulationEMAHook
 
@@ -25,9 +26,13 @@ def test_a_run_grows_and_leaves_the_grown_model(train, own, tmp_path):
     assert model.blocks[1].attn.proj.num_param_tokens == 32
     assert model.blocks[1].mlp.num_param_tokens == 120
     final = last_checkpoint(work_dir)
-    keys = "backbone.model.blocks.0.attn.query.key_param_tokens"  # of all pairs, though split
-    assert final["state_dict"][keys].shape == (48, 24)
-    assert final["ema_state_dict"][f"module.{keys}"].shape == (48, 24)
+    keys = "backbone.model.blocks.0.attn.query.{}key_param_tokens"
+    for name, prefix in (("state_dict", ""), ("ema_state_dict", "module.")):
+        found = [final[name][prefix + keys.format(part)] for part in ("", "new_")]
+        assert sum(map(len, found)) == 48
+    # A checkpoint of the run is that of an ordinary model to those who read it.
+    from_checkpoint = load_model(None, work_dir / "epoch_3.pth")
+    torch.testing.assert_close(from_checkpoint.state_dict(), model.state_dict(), rtol=0, atol=0)
     # What it cost: that of each size for its 48 images of an epoch.
     train, val = scalars(work_dir)
     flops = [record["flops"] for record in val.values()]
@@ -83,10 +88,12 @@ def test_weights_are_averaged_as_by_mmengine_after_growth(split):
     [
         ([{"epoch": 1, "embed_dim": 120}], {}, "unexpected keyword argument 'embed_dim'"),
         ([{"epoch": 3, "num_ffn_param_tokens": 120}], {}, "of 18, which leaves 0"),
-        ([*SCHEDULE, {"iteration": 15, "num_ffn_param_tokens": 110}], {}, "has 120 pairs"),
-        (SCHEDULE, {"gate": "fixed"}, "open_iters"),
-        (SCHEDULE, {"gate": "fixed", "open_iters": 7}, "6 iterations after one"),
-        (SCHEDULE, {"freeze": "old"}, "a learned gate is one parameter"),
+        (
+            [*SCHEDULE, {"iteration": 15, "num_ffn_param_tokens": 110}],
+            {"init": "random"},
+            "has 120 pairs",
+        ),
+        (SCHEDULE, {}, "softmax, which gives a zero key"),
     ],
 )
 def test_growth_that_would_not_come_to_pass_is_said(schedule, how, message):
@@ -94,17 +101,9 @@ def test_growth_that_would_not_come_to_pass_is_said(schedule, how, message):
     model = timm.create_model("tokenformer_tiny", **sizes, theta="softmax")
     length = {"train_dataloader": range(6), "train_loop": None, "max_iters": 18}
     runner = SimpleNamespace(model=model, **length)
-    GrowthHook(SCHEDULE, gate="fixed", open_iters=6).before_train(runner)
+    GrowthHook(SCHEDULE, init="random").before_train(runner)
     with pytest.raises((InputError, TypeError), match=message):
         GrowthHook(schedule, **how).before_train(runner)
-
-
-@pytest.mark.slow
-def test_fixed_gates_open(train, own, tmp_path):
-    softmax = "model = dict(backbone=dict(theta='softmax'))"
-    train.of(own(growing(gate="fixed", open_iters=4) + softmax))(tmp_path / "gates")
-    model = timm.create_model(f"local-dir:{tmp_path / 'gates'}", pretrained=True)
-    assert (model.blocks[0].mlp.gate == 1).all()
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_the_loss_is_the_mean_over_sizes(at, batch):
             losses.append(-(0.9 * scores + 0.1 / CLASSES) * own.log_softmax(dim=1))
         expected = torch.cat(losses).sum(dim=1).mean()
         torch.testing.assert_close(model.loss(images, scores)["loss"], expected)
-    assert model.sized.blocks[0].mlp.size is None  # afterwards all pairs are in use
+    assert model.sized.blocks[0].mlp.size == 1  # afterwards all pairs are in use
 
 
 def test_a_smaller_size_learns_labels_and_the_next_larger_size(at, batch):

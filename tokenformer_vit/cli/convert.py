@@ -8,7 +8,6 @@ a checkpoint of the authors' training: a file, or a folder with one for each lay
     tokenformer-vit convert vit_small_patch16_224 converted --images photos
     tokenformer-vit convert gpt2 tokenformer_gpt2
     tokenformer-vit convert model.bin tokenformer_150m --tokenizer tokenizer.json
-    tokenformer-vit convert tokenformer_150m model.bin --to-released
 """
 
 import argparse
@@ -20,7 +19,6 @@ import timm
 import torch
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import whole_file
 from tokenformer_vit.models import checkpoints
 from tokenformer_vit.models.from_vit import compare_outputs, from_vit, noise_images
 from tokenformer_vit.records import read_json
@@ -37,9 +35,8 @@ def main(argv: list[str]) -> None:
     add_model(parser)
     add = parser.add_argument
     add("source", metavar="IN", help="timm name, checkpoint or folder")
-    add("target", type=Path, metavar="OUT", help="folder, or released file")
+    add("target", type=Path, metavar="OUT", help="new folder")
     add("--images", type=Path, nargs="+", metavar="IMAGE", help="to compare a ViT; default: noise")
-    add("--to-released", action="store_true", help="from a folder to a file")
     add("--tokenizer", type=Path, metavar="PATH", help="folder or file that is saved in OUT")
     add("--num-heads", type=whole_number(1), metavar="H", help="if it has no published size")
     add("--context-length", type=whole_number(1), metavar="N", help="default: 2048")
@@ -48,7 +45,7 @@ def main(argv: list[str]) -> None:
     if args.target.exists():
         raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
     args.path = Path(args.source.removeprefix("local-dir:")).expanduser()
-    kind = "TokenFormer" if args.to_released else "ViT" if args.model else _kind(args)
+    kind = "ViT" if args.model else _kind(args)
     convert, *known = _KINDS[kind]
     every = {option for _, *options in _KINDS.values() for option in options}
     given = [option for option in every if getattr(args, option) not in (None, {})]
@@ -118,17 +115,9 @@ def _save(language: Any, model: Any, target: Path, place: Path | None) -> None:
     print(f"Done. In {target}, {'with' if tokenizer else 'without'} a tokenizer (--tokenizer)")
 
 
-def _to_released(args: argparse.Namespace, language: Any) -> None:
-    weights = language.to_released(language.load_language_model(args.path))
-    with whole_file(args.target) as file:
-        torch.save({name: tensor.detach() for name, tensor in weights.items()}, file)
-    print(f"Done. In {args.target}: {len(weights)} tensors under the released names")
-
-
 # How each kind of IN is converted, and the options that it takes.
 _KINDS = {
     "ViT": (_from_vit, "images", "model", "model_kwargs"),
     "GPT-2": (_from_gpt2, "tokenizer"),
     "released model": (_from_released, "tokenizer", "num_heads", "context_length", "eps"),
-    "TokenFormer": (_to_released,),
 }

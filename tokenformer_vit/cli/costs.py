@@ -81,7 +81,7 @@ def _language(name: str) -> tuple[list[str], list[Any]]:
     if name in LM_PRESETS:
         config = lm_config(name)
     elif Path(name, "config.json").is_file():
-        config = language.TokenFormerConfig.from_pretrained(name).lm_config()
+        config = language.TokenFormerConfig.from_pretrained(name)
     else:
         raise InputError(f"there is no preset or folder {name}; choose of {', '.join(LM_PRESETS)}")
     model = TokenFormerLM(config, device="meta")

@@ -30,7 +30,6 @@ def main(argv: list[str]) -> None:
     add, positive = parser.add_argument, whole_number(1)
     add("model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors")
     add("--tokenizer", type=Path, metavar="PATH", help="folder or file; default: MODEL")
-    add("--mask", metavar="NAME", help="use only the pairs of this mask")
     add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="UTF-8 text files")
     add("--data", type=Path, metavar="FOLDER", help="folder of tokens that prepare-text made")
     add("--split", default="val", help="split of --data; default: %(default)s")
@@ -45,7 +44,7 @@ def main(argv: list[str]) -> None:
         parser.error("there is nothing to evaluate: give --text or --data")
     if missing := [file for file in args.text if not file.is_file()]:
         parser.error(f"there is no file {missing[0]}; give existing files with --text")
-    model = language.load_language_model(args.model, args.mask).float().to(args.device)
+    model = language.load_language_model(args.model).float().to(args.device)
     most = getattr(model.config, "max_position_embeddings", None)
     context = args.context or most or 1024
     stride = args.stride or context
@@ -60,7 +59,7 @@ def main(argv: list[str]) -> None:
         print(name, *found, sep="\t")
         texts[name] = values
     out = args.out or args.model / "evaluation.json"
-    record = {**environment(args.device.type), "model": str(args.model), "mask": args.mask}
+    record = {**environment(args.device.type), "model": str(args.model)}
     record |= {"parameters": model.num_parameters(), "context": context, "stride": stride}
     write_record(out, {**record, "amp": args.amp, "texts": texts})
     print(f"Done. In {out}: a record")

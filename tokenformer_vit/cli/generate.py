@@ -25,7 +25,6 @@ def main(argv: list[str]) -> None:
     add("model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors")
     add("prompts", nargs="*", metavar="PROMPT", help="default: the lines of stdin")
     add("--tokenizer", type=Path, metavar="PATH", help="folder or file; default: MODEL")
-    add("--mask", metavar="NAME", help="use only the pairs of this mask")
     add("--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="default: 64")
     add("--greedy", action="store_true", help="the most likely token each time")
     add("--temperature", type=float, default=1.0, metavar="T", help="divides logits; default: 1")
@@ -37,7 +36,7 @@ def main(argv: list[str]) -> None:
     prompts = args.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not all(prompts) or not prompts:
         raise InputError("a prompt is empty: give a text after the model, or one a line on stdin")
-    model = language.load_language_model(args.model, args.mask).to(args.device)
+    model = language.load_language_model(args.model).to(args.device)
     tokenizer = language.load_tokenizer(args.tokenizer or args.model, model.config.vocab_size)
     drawn = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     how = {"do_sample": False} if args.greedy else {"do_sample": True, **drawn}

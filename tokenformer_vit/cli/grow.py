@@ -18,6 +18,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import INITS, grow
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.models.from_vit import compare_outputs, noise_images
+from tokenformer_vit.models.sizes import nested_arguments
 
 from .arguments import KEY_VALUES, Parser, whole_number
 
@@ -50,9 +51,6 @@ def main(argv: list[str]) -> None:
     facts = {"Grown from": args.source.name, "New pairs": f"{args.init}; not trained since"}
     save_model(model, args.target, facts={"Growth": facts})
     settings = ["the new numbers of pairs"]
-    if any(name.endswith(".gate") for name in model.state_dict()):
-        settings.append("pattention_args=dict(gate='learned')")
-    if len(model.sizes) > 1:
-        settings.append(f"nested={list(model.sizes[:-1])}")
+    settings += [f"{name}={[*value]}" for name, value in nested_arguments(model).items()]
     print(f"Done. To train further, set load_from={args.target}/model.safetensors in the config,")
     print(f"and {', '.join(settings)}")

@@ -1,7 +1,6 @@
 """Nested sizes of a trained model: make a small model of one, or make them of an ordinary model."""
 
 import copy
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,48 +8,72 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.models.sizes import Size, nest_layers, set_size
+from tokenformer_vit.layers.arguments import Counts
+from tokenformer_vit.models.sizes import model_sizes, nest_layers, set_size
 
+from .grow import common_share
 from .prune import Usage, adapted_tau, check_usage, select_pairs
 from .resize import (
     Model,
-    leave_behind,
+    counts_by_layer,
     pattention_layers,
-    record_counts,
-    whole_layers,
-    write_tokens,
+    refresh_configs,
+    unwrapped_layers,
+    write_states,
 )
 
 
 @torch.no_grad()
-def extract(model: Model, size: Size) -> Model:
-    """Copy the first pairs of every layer into a new model.
+def extract(
+    model: Model,
+    size: float | None = None,
+    num_qkv_param_tokens: Counts | Mapping[str, Counts] = None,
+    num_proj_param_tokens: Counts = None,
+    num_ffn_param_tokens: Counts = None,
+) -> Model:
+    """Copy the first pairs of layers into a new model.
 
     Args:
-        model: Any module with TokenFormer blocks; it does not change.
-        size: Size, as for ``model.set_size``, whether it was trained or not.
+        model: Any module with Pattention layers; it does not change.
+        size: Size, as for ``model.set_size``, whether it was trained or not; or None, and instead
+        num_qkv_param_tokens: Number of pairs to copy in each query, key and value projection, as in
+            :func:`~tokenformer_vit.growth.grow`; None for all.
+        num_proj_param_tokens: The same for output projections.
+        num_ffn_param_tokens: The same for feed-forward layers.
 
     Returns:
-        A model with the outputs of this size, on a CPU bit for bit. It keeps smaller trained sizes.
+        A model with the outputs of this size, on a CPU bit for bit. Of a size, it keeps the smaller
+        trained sizes that are a share of its pairs.
     """
-    if masked := [name for name, layer in whole_layers(model).items() if layer.active is not None]:
-        raise InputError(
-            f"{masked[0]} has an active mask; call TokenMasks.activate() for all pairs"
-        )
+    if any(layer.active is not None for layer in unwrapped_layers(model).values()):
+        raise InputError("a mask is in use: extract outside of use_pairs()")
     smaller = copy.deepcopy(model)
-    set_size(smaller, size)
-    layers = pattention_layers(smaller)
-    # Sizes of a model have the same index in all layers.
-    fitting = min(bisect_right(layer.nested, layer.num_used) for layer in layers.values())
-    if fitting and all(layer.nested[fitting - 1] == layer.num_used for layer in layers.values()):
-        fitting -= 1  # the whole of the new model
-    tokens = {}
+    layers, kept = pattention_layers(smaller), []
+    if size is None:
+        counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
+        wanted = counts_by_layer(layers, *counts)
+        shares = {n: wanted.get(n, each.num_param_tokens) for n, each in layers.items()}
+        for name, count in shares.items():
+            if not 1 <= count <= (have := layers[name].num_param_tokens):
+                raise InputError(f"{name} has {have} pairs and cannot be cut to {count}")
+            shares[name] = count / have
+    else:
+        set_size(smaller, size)
+        shares = {name: layer.size for name, layer in layers.items()}
+        sized = [layer for layer in layers.values() if layer.sized]
+        for own in model_sizes(smaller)[:-1]:
+            share = common_share((each.count_at(own), each.count_at(size)) for each in sized)
+            if own < size and share not in (None, 1):
+                kept.append((own, share))
+    states = {}
     for name, layer in layers.items():
-        own = select_pairs(layer, torch.arange(layer.num_used, device="cpu"))
-        taus = [layer.tau_of(count) for count in (*layer.nested[:fitting], layer.num_used)]
-        nested, nested_tau = layer.nested[:fitting], torch.stack(taus)[:-1]
-        tokens[name] = own._replace(tau=taus[-1], nested=nested, nested_tau=nested_tau)
-    write_tokens(smaller, tokens)
+        state = select_pairs(layer, torch.arange(layer.count_at(shares[name]), device="cpu"))
+        state = state._replace(tau=layer.tau_at(shares[name]))
+        if kept and layer.sized:
+            taus = torch.stack([*(layer.tau_at(own) for own, _ in kept), state.tau])
+            state = state._replace(nested=tuple(share for _, share in kept), tau=taus)
+        states[name] = state
+    write_states(smaller, states)
     return smaller
 
 
@@ -60,36 +83,36 @@ def reorder(model: Model, usage: Mapping[str, Usage]) -> Model:
 
     Outputs stay up to rounding. The model is not nested afterwards; build optimizers anew.
     """
-    layers = whole_layers(model)
+    layers = unwrapped_layers(model)
     check_usage(layers, usage)
-    tokens = {name: select_pairs(layer, usage[name].order) for name, layer in layers.items()}
-    write_tokens(model, tokens)
+    states = {name: select_pairs(layer, usage[name].order) for name, layer in layers.items()}
+    write_states(model, states)
     return model
 
 
 @torch.no_grad()
-def nest(model: Model, sizes: Sequence[Size], usage: Mapping[str, Usage] | None = None) -> Model:
+def nest(
+    model: Model,
+    sizes: Sequence[float],
+    usage: Mapping[str, Usage] | None = None,
+    kinds: Sequence[str] | None = None,
+) -> Model:
     """Give a trained model nested sizes, in place; train it afterwards at these sizes.
 
     Args:
-        model: Any module with TokenFormer blocks. Its outputs stay; build optimizers anew.
-        sizes: Sizes, as for ``model.set_size``. Empty for an ordinary model.
+        model: Any module with Pattention layers. Its outputs stay; build optimizers anew.
+        sizes: Shares, as for ``model.set_size``. Empty for an ordinary model.
         usage: Usage by which :func:`reorder` has sorted the pairs, to adapt τ of the sizes as
             :func:`~tokenformer_vit.growth.prune` does. None keeps what the sizes compute now.
+        kinds: Kinds of layers that have sizes, such as ``["ffn"]``; None for all.
     """
-    layers = whole_layers(model)
+    layers = unwrapped_layers(model)
+
+    def adapted(name: str, layer: Pattention, size: float) -> Tensor:
+        return adapted_tau(layer, usage[name], layer.count_at(size))  # type: ignore[index]
+
     if usage is not None:
-        check_usage(layers, usage, reordered=True)
-    names = {layer: name for name, layer in layers.items()}
-
-    def tau_of(layer: Pattention, count: int) -> Tensor:
-        own = None if usage is None else usage[names[layer]]
-        return layer.tau_of(count) if own is None else adapted_tau(layer, own, count)
-
-    models = [module for module in model.modules() if hasattr(module, "record_param_tokens")]
-    for module in models or [model]:
-        module.sizes = nest_layers(module, sizes, tau_of)  # type: ignore[assignment]
-    record_counts(model)
-    if any(layer.tau.requires_grad for layer in layers.values()):  # a size has a new parameter
-        leave_behind(model)
+        check_usage(layers, usage)
+    nest_layers(model, sizes, kinds, adapted if usage is not None else None)
+    refresh_configs(model)
     return model

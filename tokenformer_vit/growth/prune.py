@@ -14,7 +14,14 @@ from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.ops import find_theta, norm_shares
 
-from .resize import LayerTokens, Model, counts_by_layer, read_tokens, whole_layers, write_tokens
+from .resize import (
+    LayerState,
+    Model,
+    counts_by_layer,
+    read_state,
+    unwrapped_layers,
+    write_states,
+)
 
 
 @dataclass(frozen=True)
@@ -24,12 +31,10 @@ class Usage:
     Args:
         sizes: (P,) mean of |weight| · ‖value‖₂, the length of what a pair adds to an output token.
         shares: (P,) mean share of a pair in the sum in Θ's divisor; they sum to 1, or are all 0.
-        lengths: (P,) ‖value‖₂ of each pair, to recognize the layer; None for any layer.
     """
 
     sizes: Tensor
     shares: Tensor
-    lengths: Tensor | None = None
 
     @property
     def order(self) -> Tensor:
@@ -42,7 +47,7 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
     """Measure how much each pair of a model adds to the outputs of its layer.
 
     Args:
-        model: Any module with TokenFormer blocks. It runs in evaluation mode.
+        model: Any module with Pattention layers. It runs in evaluation mode.
         batches: Input tensors, tuples that begin with one, or dicts of keyword arguments, in which
             tokens with an ``attention_mask`` of 0 do not count. No test data: pruning is a choice.
 
@@ -54,12 +59,12 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
     """
     if isinstance(batches, Tensor):  # would be taken for a list of single images
         raise InputError("batches is one tensor: give a list of batches, such as [images]")
-    layers = whole_layers(model)
+    layers = unwrapped_layers(model)
     for name, layer in layers.items():
         if layer.num_used != layer.num_param_tokens:
             raise InputError(
-                f"{name} uses only {layer.num_used} of its pairs; call TokenMasks.activate() and "
-                "model.set_size(None) to use all"
+                f"{name} uses only {layer.num_used} of its pairs; call model.set_size(None), and "
+                "leave use_pairs()"
             )
     # The number of tokens, and the sums of the weights and shares of each pair.
     tokens = Counter[nn.Module]()
@@ -83,6 +88,7 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
         stack.callback(lambda: [setattr(module, "training", True) for module in in_training])
         model.eval()
         for batch in batches:
+            mask = None
             if isinstance(batch, Mapping):
                 given = {name: tensor.to(device) for name, tensor in batch.items()}
                 mask = given.get("attention_mask")  # (B, N)
@@ -98,19 +104,19 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
                 f"the usage of {name} is not finite: give at least one batch, or an earlier "
                 "checkpoint if training diverged"
             )
-        usage[name] = Usage(sizes.cpu(), shares.cpu(), lengths.cpu())
+        usage[name] = Usage(sizes.cpu(), shares.cpu())
     return usage
 
 
 def _lengths(layer: Pattention) -> Tensor:
-    return layer.value_param_tokens.detach().double().norm(dim=-1)  # (P,)
+    return read_state(layer).values.double().norm(dim=-1)  # (P,)
 
 
 @torch.no_grad()
 def prune(
     model: Model,
     usage: Mapping[str, Usage],
-    num_qkv_param_tokens: Counts = None,
+    num_qkv_param_tokens: Counts | Mapping[str, Counts] = None,
     num_proj_param_tokens: Counts = None,
     num_ffn_param_tokens: Counts = None,
     adapt_tau: bool = True,
@@ -121,10 +127,10 @@ def prune(
     To keep the weights of the other pairs, τ is reduced with it; the README has the formula.
 
     Args:
-        model: Any module with TokenFormer blocks; masks and nested sizes are reset.
+        model: Any module with Pattention layers; masks and nested sizes are reset.
         usage: Usage that :func:`measure_usage` returned for this model.
         num_qkv_param_tokens: Number of pairs to keep in each query, key and value projection, or a
-            list with one for each block; None keeps all.
+            list with one for each block, or a dict, as in :func:`grow`; None keeps all.
         num_proj_param_tokens: The same for output projections.
         num_ffn_param_tokens: The same for feed-forward layers.
         adapt_tau: Whether to reduce τ.
@@ -132,39 +138,32 @@ def prune(
     Returns:
         ``model``, with the kept pairs in their old order. Build optimizers anew.
     """
-    layers = whole_layers(model)
-    sizes = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
-    counts = counts_by_layer(layers, *sizes)
+    layers = unwrapped_layers(model)
+    counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
+    wanted = counts_by_layer(layers, *counts)
     check_usage(layers, usage)
-    tokens = {}
+    states = {}
     for name, layer in layers.items():
         have = layer.num_param_tokens
-        wanted: Any = have if counts[name] is None else counts[name]
-        if not 1 <= wanted <= have:
-            remedy = "to add pairs, use grow()" if wanted > have else "keep at least 1"
-            raise InputError(f"{name} has {have} pairs and cannot be pruned to {wanted}; {remedy}")
-        tokens[name] = select_pairs(layer, usage[name].order[:wanted].sort().values)
-        if adapt_tau and wanted < have:
-            tokens[name] = tokens[name]._replace(tau=adapted_tau(layer, usage[name], wanted))
-    if any(own.num < layers[name].num_param_tokens for name, own in tokens.items()):
-        write_tokens(model, tokens)
+        kept = wanted.get(name, have)
+        if not 1 <= kept <= have:
+            remedy = "to add pairs, use grow()" if kept > have else "keep at least 1"
+            raise InputError(f"{name} has {have} pairs and cannot be pruned to {kept}; {remedy}")
+        states[name] = select_pairs(layer, usage[name].order[:kept].sort().values)
+        if adapt_tau and kept < have:
+            states[name] = states[name]._replace(tau=adapted_tau(layer, usage[name], kept))
+    if any(state.num < layers[name].num_param_tokens for name, state in states.items()):
+        write_states(model, states)
     return model
 
 
-def check_usage(
-    layers: Mapping[str, Pattention], usage: Mapping[str, Usage], reordered: bool = False
-) -> None:
-    """Check that a usage was measured on these layers; ``reorder`` may have sorted them since."""
+def check_usage(layers: Mapping[str, Pattention], usage: Mapping[str, Usage]) -> None:
+    """Check that a usage has a number for each pair of these layers."""
     for name, layer in layers.items():
-        own = usage.get(name)
-        fits = own is not None and len(own.sizes) == layer.num_param_tokens
-        if own is not None and fits and own.lengths is not None:
-            lengths = own.lengths[own.order] if reordered else own.lengths
-            fits = torch.allclose(lengths, _lengths(layer).cpu(), rtol=1e-3)
-        if not fits:
+        if name not in usage or len(usage[name].sizes) != layer.num_param_tokens:
             raise InputError(
-                f"the usage of {name} was measured on another model, on other pairs, or in another "
-                "order; measure it again, and reorder before you nest"
+                f"the usage of {name} was measured on another model or on other pairs; measure it "
+                "again"
             )
 
 
@@ -173,11 +172,10 @@ def adapted_tau(layer: Pattention, usage: Usage, count: int) -> Tensor:
     share = usage.shares[usage.order[:count]].sum().item()
     order = find_theta(layer.theta).norm_order
     # Pairs with zero keys have no share and need no τ, as all pairs without a norm.
-    return layer.tau.detach().double() * (share ** (1 / order) if order and share else 1.0)
+    return layer.tau_at(1.0).detach().double() * (share ** (1 / order) if order and share else 1.0)
 
 
-def select_pairs(layer: Pattention, index: Tensor) -> LayerTokens:
+def select_pairs(layer: Pattention, index: Tensor) -> LayerState:
     """Return the tensors of a layer with these pairs alone, without nested sizes."""
-    own = read_tokens(layer)
-    gate = None if own.gate is None else own.gate[index]
-    return LayerTokens(own.keys[index], own.values[index], own.tau, gate)
+    keys, values, *_ = read_state(layer)
+    return LayerState(keys[index], values[index], layer.tau_at(1.0).detach())

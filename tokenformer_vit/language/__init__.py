@@ -13,19 +13,18 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .from_gpt2 import from_gpt2
-from .generation import MASKS, load_language_model, save_language_model
+from .generation import load_language_model, save_language_model
 from .modeling import (
     TokenFormerConfig,
     TokenFormerForCausalLM,
     TokenFormerForSequenceClassification,
     TokenFormerModel,
 )
-from .released import from_released, read_released, to_released
+from .released import from_released, read_released
 from .tokenizers import byte_tokenizer, check_tokens_agree, load_tokenizer, train_tokenizer
 from .transformer import matched_transformer, transformer_lm
 
 __all__ = [
-    "MASKS",
     "TokenFormerConfig",
     "TokenFormerForCausalLM",
     "TokenFormerForSequenceClassification",
@@ -39,7 +38,6 @@ __all__ = [
     "matched_transformer",
     "read_released",
     "save_language_model",
-    "to_released",
     "train_tokenizer",
     "transformer_lm",
 ]

@@ -25,14 +25,8 @@ Texts = Dataset | IterableDataset
 
 META = "meta.json"
 # How datasets reads a file, by its suffix before that of a compression.
-_READERS = {
-    ".txt": "text",
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-}
+_READERS = {".txt": "text", ".parquet": "parquet", ".csv": "csv"}
+_READERS |= dict.fromkeys((".json", ".jsonl", ".ndjson"), "json")
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 # Characters. A smaller held-out part is less than a paragraph: such a file is not divided.
 _LEAST_HELD_OUT = 1024

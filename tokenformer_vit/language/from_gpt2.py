@@ -66,9 +66,10 @@ def from_gpt2(model: GPT2LMHeadModel) -> TokenFormerForCausalLM:
     decoder: Any = model.transformer
     embedding, positions, head = decoder.wte.weight, decoder.wpe.weight, model.lm_head.weight
     width = source.hidden_size
+    pairs: Any = num_pairs(width, 4 * width if source.n_inner is None else source.n_inner)
     config = TokenFormerConfig(
         **{name: getattr(source, name) for name in _SAME},
-        **num_pairs(width, 4 * width if source.n_inner is None else source.n_inner),
+        **pairs,
         positions="learned",
         tie_embeddings=head is embedding,
         theta=_THETAS[source.activation_function],

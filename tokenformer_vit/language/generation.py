@@ -3,30 +3,24 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import new_folder
-from tokenformer_vit.growth import TokenMasks
-
-# File next to a model that has separate pairs for each text.
-MASKS = "masks.pt"
 
 
-def load_language_model(folder: Path, mask: str | None = None) -> Any:
+def load_language_model(folder: Path) -> Any:
     """Load a causal language model of any type from a folder of ``save_pretrained``.
 
     Args:
         folder: The folder. No code in it is run.
-        mask: Name of a mask in ``masks.pt``, to use only its pairs; None for all pairs.
 
     Returns:
         The model on the CPU, in evaluation mode, in the dtype of the saved weights.
 
     Raises:
-        InputError: If there is no such folder or mask, or a weight is missing, which transformers
-            would draw at random.
+        InputError: If there is no such folder, or a weight is missing, which transformers would
+            draw at random.
     """
     if not (folder / "config.json").is_file():
         raise InputError(
@@ -41,10 +35,6 @@ def load_language_model(folder: Path, mask: str | None = None) -> Any:
             f"the weights in {folder} do not fit its config.json: {missing[0]} is missing; copy or "
             "export both files again"
         )
-    if mask is not None:
-        if not (folder / MASKS).is_file():
-            raise InputError(f"{folder} has no masks ({MASKS}), so there is no mask {mask!r}")
-        TokenMasks(model, torch.load(folder / MASKS, weights_only=True)).activate(mask)
     return model.eval()
 
 

@@ -1,23 +1,16 @@
 """Language models of TokenFormer blocks as models of Hugging Face's transformers."""
 
 import shutil
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    DynamicCache,
-    GenerationMixin,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import (
-    GenericForSequenceClassification,
-    GradientCheckpointingLayer,
-)
+from transformers.modeling_layers import GenericForSequenceClassification as Classification
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
@@ -27,24 +20,19 @@ from transformers.utils.output_capturing import capture_outputs
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.layers.pattention import join_state_dict
 from tokenformer_vit.models import LMConfig, TokenFormerDecoder
-from tokenformer_vit.models.causal_lm import (
-    EMBEDDING_STD,
-    CausalAttention,
-    CausalBlock,
-    find_positions,
-)
+from tokenformer_vit.models.causal_lm import EMBEDDING_STD, CausalAttention, CausalBlock
 from tokenformer_vit.models.checkpoints import check_computation
-from tokenformer_vit.models.sizes import Size
+from tokenformer_vit.models.sizes import set_size
 
 # Arguments of from_pretrained that say where the files of a model are.
 _PLACES = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
 # File that finds the classes below in a process that has not imported this package.
 _FINDER = Path(__file__).with_name("modeling_tokenformer.py")
-_FIELDS = fields(LMConfig)
 
 
-class TokenFormerConfig(PretrainedConfig):
+class TokenFormerConfig(PretrainedConfig, LMConfig):
     """The configuration of a language model, which ``config.json`` holds.
 
     Args:
@@ -75,45 +63,21 @@ class TokenFormerConfig(PretrainedConfig):
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
 
-    def __init__(self, **kwargs: Any) -> None:
-        names: dict[str, Any] = {}
-        for name, value in kwargs.items():
-            stored = self.attribute_map.get(name, name)
-            if names.setdefault(stored, value) != value:
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Take the arguments that are no fields, and check the values."""
+        for name, stored in self.attribute_map.items():
+            value, given = getattr(self, name), kwargs.get(stored, getattr(self, name))
+            if value not in (given, getattr(LMConfig, name)):
                 raise InputError(
-                    f"{name} is {value!r}, but {stored}, another name of it, is "
-                    f"{names[stored]!r}: give one of the two"
+                    f"{stored} is {given!r}, but {name}, another name of it, is {value!r}: give "
+                    "one of the two"
                 )
-        stored = {each.name: self.attribute_map.get(each.name, each.name) for each in _FIELDS}
-        shape = {name: names.pop(other) for name, other in stored.items() if other in names}
-        self.take(LMConfig(**shape))
-        self.use_cache = names.pop("use_cache", True)
-        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(self, token, names.pop(token, None))
-        names.pop("auto_map", None)  # a file's own may lead to any code
-        super().__init__(**names)
-        kinds = ("Config", "Model", "ForCausalLM", "ForSequenceClassification")
-        self.auto_map = {
-            f"AutoModel{kind}"
-            if kind[:3] == "For"
-            else f"Auto{kind}": f"{_FINDER.stem}.TokenFormer{kind}"
-            for kind in kinds
-        }
-
-    def __eq__(self, other: object) -> bool:
-        """Compare all attributes; the base class compares only those that it knows."""
-        return isinstance(other, TokenFormerConfig) and self.__dict__ == other.__dict__
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def take(self, config: LMConfig) -> None:
-        """Copy all fields of ``config``."""
-        for each in _FIELDS:
-            setattr(self, each.name, getattr(config, each.name))
-
-    def lm_config(self) -> LMConfig:
-        """Return the configuration that TokenFormerLM takes."""
-        return LMConfig(**{each.name: getattr(self, each.name) for each in _FIELDS})
+        kwargs.pop("auto_map", None)  # a file's own may lead to any code
+        PretrainedConfig.__post_init__(self, **kwargs)
+        LMConfig.__post_init__(self)
+        kinds = ("Config", "Model", "ModelForCausalLM", "ModelForSequenceClassification")
+        names = {f"Auto{kind}": f"TokenFormer{kind.replace('ModelFor', 'For')}" for kind in kinds}
+        self.auto_map = {auto: f"{_FINDER.stem}.{name}" for auto, name in names.items()}
 
     def to_json_file(self, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
         """Write the configuration, and next to it the file that its ``auto_map`` names."""
@@ -137,7 +101,7 @@ def _check_computation(model: nn.Module, source: Any, kwargs: Any) -> None:
     except OSError:  # the folder of an adapter of peft, or weights alone
         return
     if saved.get("model_type") == TokenFormerConfig.model_type:
-        check_computation(model, vars(TokenFormerConfig(**saved).lm_config()), source)
+        check_computation(model, asdict(TokenFormerConfig(**saved)), source)
 
 
 class TokenFormerPreTrainedModel(PreTrainedModel):
@@ -173,18 +137,25 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         _check_computation(model, pretrained_model_name_or_path, kwargs)
-        for name, layer in model.named_modules():  # transformers replaces tensors unchecked
-            if isinstance(layer, Pattention):  # perhaps in an adapter of peft, which it loads too
-                layer.check_nested(layer.state_dict(prefix=f"{name}."), f"{name}.")
         return loaded
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Save the model as every model of transformers; after ``add_adapter`` only the adapter."""
         if not self._hf_peft_config_loaded:  # else peft has wrapped the layers
-            for module in self.modules():
-                if isinstance(module, TokenFormerDecoder):
-                    module.record_param_tokens()  # another model of the same config may have grown
+            decoder: Any = self.base_model
+            decoder.record_param_tokens()  # another model of the same config may have grown
+            if any(".new_" in name for name, _ in self.named_parameters()):
+                kwargs.setdefault("state_dict", join_state_dict(self.state_dict()))
         super().save_pretrained(*args, **kwargs)
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """The nested sizes, smallest first, then 1.0 for the whole model."""
+        return self.base_model.sizes  # type: ignore[return-value]
+
+    def set_size(self, size: float | None) -> None:
+        """Use only the first pairs of every layer; see :meth:`.TokenFormerDecoder.set_size`."""
+        set_size(self, size)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -194,7 +165,7 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Draw the weights of a layer; transformers protects tensors that it loaded."""
         if isinstance(module, Pattention):
-            tau: Any = module.nested_tau
+            tau: Any = module.tau
             loaded = tau.clone() if getattr(tau, "_is_hf_initialized", False) else None
             module.reset_parameters()
             if loaded is not None:  # no function of torch.nn.init fills it
@@ -212,28 +183,26 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
         config: Shape of the model.
 
     Attributes:
-        config: Configuration, which follows growth and pruning.
+        config: Configuration. ``save_pretrained`` and ``record_param_tokens`` write into it what
+            growth and pruning have changed.
     """
 
-    block = TokenFormerLayer
+    block_class = TokenFormerLayer
+    config: TokenFormerConfig = None  # type: ignore[assignment]  # an attribute, not a property
 
     def __init__(self, config: TokenFormerConfig) -> None:
         TokenFormerPreTrainedModel.__init__(self, config)
         self.gradient_checkpointing = False
-        self.build(config.lm_config())
+        self.make_layers(config)
         for block in self.blocks:
             block.attn.config = self.config  # type: ignore[union-attr]  # flash attention reads it
         self.record_param_tokens()  # config.json gets numbers, not None for "as many as C"
         self.post_init()
 
-    @property
-    def shape(self) -> LMConfig:
-        """The shape of the model now, after growth or pruning."""
-        return self.config.lm_config()
-
-    def take(self, shape: LMConfig) -> None:
-        """Write a new shape into the configuration."""
-        self.config.take(shape)
+    def record_param_tokens(self) -> None:
+        """Write the pairs and sizes of the layers into ``config``, as saving a model does."""
+        for name, value in self.pair_fields().items():
+            setattr(self.config, name, value)
 
     @merge_with_config_defaults
     @capture_outputs
@@ -282,15 +251,12 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
         )
         if position_ids is None:  # a paged cache, which has no length, comes with positions
             past = 0 if cache is None else cache.get_seq_length()
-            if not isinstance(past, Tensor):  # reading that of a static cache waits for the device
-                self.check_length(past + x.shape[1])
             padding = attention_mask if getattr(attention_mask, "ndim", 0) == 2 else None
-            position_ids = find_positions(x, past, padding)
+            position_ids = self.find_positions(x, past, padding)
         if use_cache and cache is None:  # after the mask, which looks for packed rows
             cache = DynamicCache(config=self.config)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention
-        )
+        name = str(self.config._attn_implementation)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
         kwargs |= {"attend": attend, "position_ids": position_ids}
         x = self.run_blocks(x, position_ids, mask, cache, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=x, cache=cache)
@@ -316,15 +282,6 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
         self.model = TokenFormerModel(config)
         self.lm_head = nn.Linear(config.embed_dim, config.vocab_size, bias=False)
         self.post_init()
-
-    @property
-    def sizes(self) -> tuple[Size, ...]:
-        """The nested sizes, smallest first, then 1.0 for the whole model."""
-        return self.model.sizes
-
-    def set_size(self, size: Size | None) -> None:
-        """Use only the first pairs of every layer; see :meth:`.TokenFormerDecoder.set_size`."""
-        self.model.set_size(size)
 
     # No public way: on a GPU, generate() may read a StoppingCriteria one step too late.
     def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
@@ -393,9 +350,7 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
         )
 
 
-class TokenFormerForSequenceClassification(
-    GenericForSequenceClassification, TokenFormerPreTrainedModel
-):
+class TokenFormerForSequenceClassification(Classification, TokenFormerPreTrainedModel):
     """A :class:`TokenFormerModel` with a head that classifies texts by their last token."""
 
 

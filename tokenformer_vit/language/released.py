@@ -1,4 +1,4 @@
-"""The authors' language checkpoints: convert the names of their tensors to ours, and back.
+"""The authors' language checkpoints: convert the names of their tensors to ours.
 
 The released files hold no τ, because the released code computes it from the number of pairs. They
 hold no configuration either. It is derived from the shapes of the tensors; the number of heads is
@@ -15,10 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import pattention_layers
-from tokenformer_vit.layers.arguments import EPS
-from tokenformer_vit.layers.block import token_arguments
-from tokenformer_vit.models import LMConfig, TokenFormerDecoder, lm_config
+from tokenformer_vit.models import LMConfig, lm_config
 from tokenformer_vit.ops import default_tau
 
 from .modeling import TokenFormerConfig, TokenFormerForCausalLM
@@ -29,8 +26,6 @@ _HEADS = {
     (config.depth, config.embed_dim): config.num_heads
     for config in map(lm_config, ("150m", "450m", "900m", "1.5b"))
 }
-# Fields that are fixed in the released code; LMConfig has the same values as defaults.
-_FIXED = ("positions", "rotary_share", "rotary_base", "tie_embeddings", "theta", "norm", "norm_eps")
 
 
 def read_released(path: Path) -> dict[str, Tensor]:
@@ -92,7 +87,7 @@ def from_released(
         InputError: If tensors are missing or unknown, or the number of heads is not known.
     """
     keys = [name for name in state_dict if name.endswith(f"mlp.{_KEYS}")]
-    names = dict(_names(len(keys)))
+    names = dict(released_names(len(keys)))
     if wrong := sorted(names.keys() ^ state_dict.keys()):
         fault = "is missing" if wrong[0] in names else "is not part of it"
         raise InputError(
@@ -135,57 +130,7 @@ def load_released(path: Path, **arguments: Any) -> TokenFormerForCausalLM:
     return model
 
 
-def to_released(model: TokenFormerDecoder | TokenFormerForCausalLM) -> dict[str, Tensor]:
-    """Convert a model to a state dict of the released code.
-
-    Args:
-        model: Language model; a head of its own is not supported.
-
-    Returns:
-        A state dict that the released code loads; it shares the tensors of the model.
-
-    Raises:
-        InputError: If the released code would compute something else, for example for a grown
-            model, whose τ is no longer √P, or a size or mask is in use.
-
-    Note:
-        The released code has no ``eps``. For a model with the default of 1e-6 its outputs differ by
-        about 1e-6; a larger ``eps`` is refused.
-    """
-    head = getattr(model, "head", None)
-    if isinstance(model, TokenFormerForCausalLM):
-        model, head = model.model, model.lm_head
-    default, config = LMConfig(), model.shape
-    differing = [
-        f"{name} is {getattr(config, name)}, not {getattr(default, name)}"
-        for name in _FIXED
-        if getattr(config, name) != getattr(default, name)
-    ]
-    # transformers loads two weights that differ, whatever the configuration says.
-    if head is not None and not torch.equal(head.weight, model.embedding.weight):
-        differing.append("the head has other weights than the embedding")
-    for name, numbers in token_arguments(model.blocks).items():  # type: ignore[arg-type]
-        if isinstance(numbers, list):
-            differing.append(f"{name} is {numbers}, not one number for all blocks")
-    for name, layer in pattention_layers(model).items():
-        pairs, tau = layer.num_param_tokens, default_tau(default.theta, layer.num_param_tokens)
-        if abs(layer.tau.item() / tau - 1) > 1e-6:
-            differing.append(f"{name} has τ = {layer.tau.item():.6g}, not √{pairs} = {tau:.6g}")
-        if layer.eps > EPS:
-            differing.append(f"{name} has eps = {layer.eps:g}, more than {EPS:g}")
-        if layer.num_used < pairs:
-            differing.append(f"{name} uses {layer.num_used} of {pairs} pairs")
-    if differing:
-        raise InputError(
-            f"the released code cannot compute this model: {differing[0]}; give a model that did "
-            "not grow and uses all its pairs, with the Θ, eps, norm, positions and head of the "
-            "released models"
-        )
-    state_dict = model.state_dict()
-    return {theirs: state_dict[own] for theirs, own in _names(config.depth)}
-
-
-def _names(depth: int) -> Iterator[tuple[str, str]]:
+def released_names(depth: int) -> Iterator[tuple[str, str]]:
     """Yield two names of every tensor of a model: the released name and ours."""
     yield _EMBEDDING, "embedding.weight"
     for block in range(depth):

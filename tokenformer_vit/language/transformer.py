@@ -7,7 +7,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from tokenformer_vit.benchmarking.matched import matched_hidden
-from tokenformer_vit.layers.arguments import released_stds
+from tokenformer_vit.layers.arguments import COUNTS, released_stds
 from tokenformer_vit.models import LMConfig
 from tokenformer_vit.models.compilation import blocks_of
 
@@ -103,14 +103,8 @@ def matched_transformer(config: LMConfig, positions: str = "learned") -> Any:
         InputError: If no Transformer matches; see :func:`.matched_hidden`.
     """
     width = config.embed_dim
-    qkv, proj, ffn = (
-        default if pairs is None else np.mean(pairs)
-        for pairs, default in (
-            (config.num_qkv_param_tokens, width),
-            (config.num_proj_param_tokens, width),
-            (config.num_ffn_param_tokens, 4 * width),
-        )
-    )
+    qkv, proj = (np.mean(getattr(config, COUNTS[kind]) or width) for kind in ("qkv", "proj"))
+    ffn = np.mean(config.num_ffn_param_tokens or 4 * width)
     return transformer_lm(
         config.vocab_size,
         config.context_length,

@@ -49,13 +49,13 @@ class Attention(nn.Module):
         self.fused_attn = use_fused_attn()
 
         projection = partial(Pattention, dim, dim, **shared)
-        self.query = projection(num_param_tokens=num_qkv_param_tokens)
-        self.key = projection(num_param_tokens=num_qkv_param_tokens)
-        self.value = projection(num_param_tokens=num_qkv_param_tokens)
+        self.query = projection(num_qkv_param_tokens, kind="qkv")
+        self.key = projection(num_qkv_param_tokens, kind="qkv")
+        self.value = projection(num_qkv_param_tokens, kind="qkv")
         self.q_norm = norm_layer(self.head_dim) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim) if qk_norm else nn.Identity()
         self.attn_drop = nn.Dropout(attn_drop)
-        self.proj = projection(num_param_tokens=num_proj_param_tokens, init_gain=proj_init_gain)
+        self.proj = projection(num_proj_param_tokens, init_gain=proj_init_gain, kind="proj")
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(

@@ -107,7 +107,7 @@ class TokenFormerBlock(nn.Module):
 
         self.norm2 = block_norm(norm, dim, norm_eps, **place)
         pairs = int(dim * mlp_ratio) if num_ffn_param_tokens is None else num_ffn_param_tokens
-        self.mlp = Pattention(dim, dim, pairs, init_gain=residual_init_gain, **shared)
+        self.mlp = Pattention(dim, dim, pairs, kind="ffn", init_gain=residual_init_gain, **shared)
         self.mlp_drop = nn.Dropout(proj_drop)
         self.ls2 = layer_scale()
         self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.ops import layer_norm
-from tokenformer_vit.ops.norm import product_dtype
+from tokenformer_vit.ops.modes import product_dtype
 
 # fx must not trace into them, as with pattention().
 torch.fx.wrap("layer_norm")
@@ -20,7 +20,7 @@ class BlockLayerNorm(nn.LayerNorm):
     """LayerNorm with or without learnable parameters, as in Table 5 of the paper.
 
     ``affine`` is ``none`` (the TokenFormer default), ``bias``, or ``weight+bias``. Without
-    parameters it is :func:`tokenformer_vit.ops.layer_norm` with ``backend``, otherwise PyTorch's.
+    parameters it is :func:`tokenformer_vit.ops.layer_norm`, otherwise PyTorch's.
     Sums are float32. Under autocast the output has autocast's precision, in which the next layers
     multiply it.
 
@@ -43,7 +43,7 @@ class BlockLayerNorm(nn.LayerNorm):
         super().__init__(
             num_channels, eps=eps, elementwise_affine=affine != "none", device=device, dtype=dtype
         )
-        self.affine, self.backend = affine, "auto"
+        self.affine = affine
         if affine == "bias":
             self.register_parameter("weight", None)
 
@@ -56,7 +56,7 @@ class BlockLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (..., C) tokens."""
         if self.affine == "none":
-            return layer_norm(input, self.normalized_shape[0], self.eps, self.backend)
+            return layer_norm(input, self.normalized_shape[0], self.eps)
         y = F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         if torch.jit.is_scripting():
             return y

@@ -1,7 +1,8 @@
 """Pattention as a module: the layer that replaces the linear projections of a transformer."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,20 +11,18 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.ops import check_backend, default_tau, find_theta, pattention
-from tokenformer_vit.ops.theta import gated_softmax, theta_weights
-from tokenformer_vit.ops.triton_theta import try_kernels
+from tokenformer_vit.ops import default_tau, find_theta, pattention
+from tokenformer_vit.ops.theta import theta_weights
 
 from .arguments import EPS
-from .nested import NestedLayer
 
 # pattention() branches on its inputs and may run custom kernels, so fx must not trace into it.
 torch.fx.wrap("pattention")
 
-GATES = ("none", "learned", "fixed")
+TOKENS = ("key_param_tokens", "value_param_tokens")
 
 
-class Pattention(NestedLayer):
+class Pattention(nn.Module):
     """Token-parameter attention, Θ(X K_Pᵀ) V_P, in place of a linear projection.
 
     Args:
@@ -42,20 +41,26 @@ class Pattention(NestedLayer):
         key_init_scale: Factor on the standard deviation of the initial keys. If Θ normalises the
             scores, it changes only how far a training step turns the keys; otherwise also the
             initial outputs.
-        gate: Factor on exp(A) for each pair, initially 1: ``learned`` (a parameter), ``fixed`` (a
-            buffer), or ``none``. Only for ``softmax``, which needs it to grow exactly.
-        backend: Implementation, as for :func:`tokenformer_vit.ops.pattention`.
         key_init_std: Standard deviation of the initial keys; ``None`` for 1/√C_in.
         value_init_std: Standard deviation of the initial values; ``None`` to follow ``init_gain``.
-        nested: Smaller numbers of pairs that will be trained as well; see :meth:`set_nested`.
-        device, dtype: Those of the parameters. ``tau`` is always float32.
+        nested: Smaller sizes that will be trained as well, as shares; see :meth:`set_nested`.
+        kind: Name by which growth, pruning and sizes choose the layer: ``qkv``, ``proj`` or ``ffn``
+            in a TokenFormer. ``None`` for the name that the layer has in its module.
+        device: Device of the parameters.
+        dtype: Type of the parameters. ``tau`` is always float32.
 
     Attributes:
+        tau: The scale, (); of a nested layer (n + 1,), with that of all pairs at the end.
+        nested: Shares of the pairs that were trained as well, smallest first.
+        size: Share of the pairs in use, the first ones. Not in the state dict, not thread-safe.
+        sized: Whether the sizes of a model concern this layer.
         active: (S,) indices of the pairs to use, or ``None`` for all. The layer computes as if the
             other pairs did not exist, but ``tau`` stays. Not in the state dict.
+        new_key_param_tokens, new_value_param_tokens: The pairs of the last growth, if they are
+            trained apart from those before them; otherwise ``None``.
 
     Raises:
-        InputError: If ``theta``, ``gate`` or ``backend`` is unknown, or a number out of range.
+        InputError: If ``theta`` is unknown, or a number is out of range.
 
     Shape:
         (..., C_in) -> (..., C_out), of the input's dtype.
@@ -71,8 +76,14 @@ class Pattention(NestedLayer):
     """
 
     tau: Tensor
-    gate: Tensor | None
+    new_key_param_tokens: Tensor | None
+    new_value_param_tokens: Tensor | None
     active: Tensor | None
+    # What `size` sets. TorchScript compiles attributes, but no property with a setter.
+    _used: int | None
+    _place: int
+    _ratio: float
+    __jit_unused_properties__ = ("size", "num_param_tokens", "num_used")
 
     def __init__(
         self,
@@ -85,28 +96,21 @@ class Pattention(NestedLayer):
         init_gain: float = 1.0,
         learn_tau: bool = False,
         key_init_scale: float = 1.0,
-        gate: str = "none",
-        backend: str = "auto",
         key_init_std: float | None = None,
         value_init_std: float | None = None,
-        nested: Sequence[int] = (),
+        nested: Sequence[float] = (),
+        kind: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         variant = find_theta(theta)
-        if gate not in GATES or (gate != "none" and not variant.gated):
-            allowed = ", ".join(GATES if variant.gated else GATES[:1])
-            raise InputError(f"gate of theta {theta!r} must be one of {allowed}, but got {gate!r}")
         self.in_features, self.out_features = in_features, out_features
-        self.num_param_tokens = int(num_param_tokens)
-        self.theta = theta
+        self.theta, self.eps, self.kind = theta, eps, kind
         # TorchScript cannot look functions up by name, but it compiles those that a module holds.
         self._theta_weights = variant.weights
-        self.eps = eps
         self.init_gain, self.key_init_scale = init_gain, key_init_scale
         self.key_init_std, self.value_init_std = key_init_std, value_init_std
-        self.backend = check_backend(backend)
         self.init_tau = default_tau(theta, num_param_tokens) if tau is None else float(tau)
         if not variant.norm_order and (learn_tau or self.init_tau != 1):
             raise InputError(f"theta {theta!r} has no norm: leave out tau and learn_tau")
@@ -115,15 +119,15 @@ class Pattention(NestedLayer):
         place: Any = {"device": device, "dtype": dtype}
         self.key_param_tokens = nn.Parameter(torch.empty(num_param_tokens, in_features, **place))
         self.value_param_tokens = nn.Parameter(torch.empty(num_param_tokens, out_features, **place))
+        for name in TOKENS:
+            self.register_parameter(f"new_{name}", None)
         start = torch.empty((), device=device, dtype=torch.float32)
-        self._register("tau", start, learn_tau)
-        opened = None if gate == "none" else torch.empty(num_param_tokens, **place)
-        self._register("gate", opened, gate == "learned")
-        self.register_buffer("active", None, persistent=False)
+        self.tau = nn.Parameter(start) if learn_tau else nn.Buffer(start)
+        self.nested, self.sized, self.active = tuple[float, ...](), True, None
         self.set_nested(nested)
         self.reset_parameters()
-        self._try_kernels()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw new parameter tokens, as the class describes, and reset τ to its initial value."""
         key_std = self.in_features**-0.5 if self.key_init_std is None else self.key_init_std
@@ -131,21 +135,80 @@ class Pattention(NestedLayer):
         if value_std is None:
             square = self.num_param_tokens * find_theta(self.theta).second_moment
             value_std = self.init_gain / math.sqrt(square)
-        nn.init.normal_(self.whole_tokens("key_param_tokens"), std=self.key_init_scale * key_std)
-        nn.init.normal_(self.whole_tokens("value_param_tokens"), std=value_std)
-        nn.init.constant_(self.tau, self.init_tau)
-        if self.gate is not None:
-            nn.init.ones_(self.gate)
-        self._fill_nested(None)
+        for name, std in zip(TOKENS, (self.key_init_scale * key_std, value_std), strict=True):
+            for part in self.parts(name):
+                nn.init.normal_(part, std=std)
+        self.tau.copy_(self._taus(self.init_tau))
+
+    @property
+    def num_param_tokens(self) -> int:
+        """Number of pairs P."""
+        return sum(len(part) for part in self.parts(TOKENS[0]))
 
     @torch.jit.unused
-    def whole_tokens(self, name: str) -> Tensor:
-        """Return the keys or values of all pairs as one tensor; writing to it changes the layer."""
-        return getattr(self, name)
+    def parts(self, name: str) -> list[nn.Parameter]:
+        """Return the parameters of the keys or values: one, or those of old and of new pairs."""
+        parts = getattr(self, name), getattr(self, f"new_{name}")
+        return [part for part in parts if part is not None]
+
+    @torch.jit.unused
+    def set_nested(self, sizes: Sequence[float], tau: Tensor | None = None) -> None:
+        """Give smaller shares τ (n,) of their own, by default the present ones; use all pairs."""
+        sizes = tuple(sizes)
+        if not all(0 < a < b for a, b in pairwise((*sizes, 1.0))):
+            raise InputError(f"nested must be rising shares between 0 and 1, but got {sizes}")
+        whole = self.tau_at(1.0).detach()
+        taus = [self.tau_at(size).detach() for size in sizes] if tau is None else list(tau)
+        data = torch.stack([*taus, whole]).to(whole.dtype) if sizes else whole.clone()
+        if isinstance(self.tau, nn.Parameter):
+            self.tau = nn.Parameter(data, self.tau.requires_grad)
+        else:
+            self.tau = data
+        self.nested, self.size = sizes, 1.0
+
+    @property
+    def size(self) -> float:
+        """Share of the pairs in use."""
+        return self._size
+
+    @size.setter
+    def size(self, size: float) -> None:
+        if not 0 < size <= 1:
+            raise InputError(f"size must be a share above 0 and at most 1, but got {size!r}")
+        self._size = float(size)
+        self._used = None if size == 1 else self.count_at(size)
+        trained = (*self.nested, 1.0)
+        # Counted from the end: torch.compile would compile again for the places 0 and 1.
+        self._place = trained.index(size) - len(trained) if size in trained else -1
+        self._ratio = 1.0 if size in trained else self._tau_ratio(size)
+
+    def count_at(self, size: float) -> int:
+        """Return the number of pairs of a size."""
+        return max(1, round(size * self.num_param_tokens))
+
+    def tau_at(self, size: float) -> Tensor:
+        """Return the τ () of a size; of one that was not trained, as :func:`default_tau` scales."""
+        if size in self.nested:
+            return self.tau[self.nested.index(size)]
+        return (self.tau[-1] if self.nested else self.tau) * self._tau_ratio(size)
+
+    def _tau_ratio(self, size: float) -> float:
+        whole = default_tau(self.theta, self.num_param_tokens)
+        return default_tau(self.theta, self.count_at(size)) / whole
+
+    def _taus(self, whole: float) -> Tensor:
+        taus = [whole * self._tau_ratio(size) for size in (*self.nested, 1.0)]
+        return torch.tensor(taus, dtype=torch.float32, device="cpu").view(self.tau.shape)
+
+    @property
+    def num_used(self) -> int:
+        """Number of pairs in use: those of the mask or of the size, or all."""
+        if self.active is not None:
+            return len(self.active)
+        return self.num_param_tokens if self._used is None else self._used
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Pattention":
-        taus = [each for each in (self.tau, self.nested_tau) if each is not None]
-        taus += [each.grad for each in taus if each.grad is not None]
+        taus = [self.tau] if self.tau.grad is None else [self.tau, self.tau.grad]
 
         def guarded(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -155,49 +218,54 @@ class Pattention(NestedLayer):
             # to_empty() it has memory, but no value yet.
             return moved.to(tensor.dtype) if tensor.is_meta else tensor.detach().to(moved.device)
 
-        super()._apply(guarded, recurse)
-        self._try_kernels()
-        return self
-
-    def _try_kernels(self) -> None:
-        keys = next(self.parameters())
-        if keys.is_cuda and self.theta in ("gelu_l2", "gelu_tanh_l2"):
-            for dtype in {keys.dtype, torch.bfloat16}:  # the latter under autocast
-                try_kernels(self.num_param_tokens, dtype, keys.device, "tanh" in self.theta)
+        return super()._apply(guarded, recurse)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        self.check_nested(state_dict, prefix)
+        state_dict = join_state_dict(state_dict)  # a copy, because it may be the caller's
+        for name in TOKENS if self.new_key_param_tokens is not None else ():
+            if (tokens := state_dict.get(prefix + name)) is not None:
+                num_old = len(self.get_parameter(name))
+                state_dict[prefix + name] = tokens[:num_old]
+                state_dict[f"{prefix}new_{name}"] = tokens[num_old:]
+        tau = state_dict.get(f"{prefix}tau")
+        # Other tools cast whole files.
+        if tau is not None and tau.dtype.itemsize < 4 and tau.shape == self.tau.shape:
+            default = self._taus(default_tau(self.theta, self.num_param_tokens)).to(tau.device)
+            is_default = tau == default.to(tau.dtype)
+            state_dict[f"{prefix}tau"] = torch.where(is_default, default, tau.float())
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def used_tokens(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Return keys, values and gate of the pairs in use, and their τ."""
-        keys, values, gate = self.key_param_tokens, self.value_param_tokens, self.gate
-        tau, active, size = self.tau, self.active, self._size
+    def used_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys (S, C_in) and values (S, C_out) of the pairs in use, and their τ ()."""
+        keys, values, tau = self.key_param_tokens, self.value_param_tokens, self.tau
+        new_keys, new_values = self.new_key_param_tokens, self.new_value_param_tokens
+        if new_keys is not None and new_values is not None:
+            keys, values = torch.cat((keys, new_keys)), torch.cat((values, new_values))
+        active, used = self.active, self._used
         if active is not None:
             keys, values = keys[active], values[active]
-            if gate is not None:
-                gate = gate[active]
-        if size is not None:
-            keys, values = keys[:size], values[:size]
-            tau = self._tau_at(self._place, self._ratio)
-            if gate is not None:
-                gate = gate[:size]
-        return keys, values, gate, tau
+        if used is not None:
+            keys, values = keys[:used], values[:used]
+        if tau.dim() > 0:
+            tau = tau[self._place]
+        return keys, values, tau if self._ratio == 1.0 else tau * self._ratio
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C_in) tokens to (..., C_out)."""
-        keys, values, gate, tau = self.used_tokens()
+        keys, values, tau = self.key_param_tokens, self.value_param_tokens, self.tau
+        if (
+            self._used is not None
+            or self.active is not None
+            or self.new_key_param_tokens is not None
+            or tau.dim() > 0
+        ):
+            keys, values, tau = self.used_tokens()
         if torch.jit.is_scripting():
-            scores = F.linear(x, keys)  # (..., P)
-            if gate is None:
-                weights = self._theta_weights(scores, tau, self.eps)
-            else:
-                weights = gated_softmax(scores, tau, gate)  # no other Θ has gates
-            return weights @ values
+            return self._theta_weights(F.linear(x, keys), tau, self.eps) @ values
         else:  # TorchScript must not compile this branch
-            return pattention(x, keys, values, self.theta, tau, self.eps, self.backend, gate)
+            return pattention(x, keys, values, self.theta, tau, self.eps)
 
     @torch.jit.unused
     def weights(self, x: Tensor) -> Tensor:
@@ -205,14 +273,13 @@ class Pattention(NestedLayer):
         return self.scores_and_weights(x)[1]
 
     @torch.jit.unused
-    @torch.no_grad()
     def scores_and_weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (..., P) scores X K_Pᵀ of the pairs in use, and their weights."""
-        keys, _, gate, tau = self.used_tokens()
+        keys, _, tau = self.used_tokens()
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             scores = x.to(dtype) @ keys.to(dtype).t()  # (..., P)
-            return scores, theta_weights(scores, self.theta, tau, self.eps, gate)
+            return scores, theta_weights(scores, self.theta, tau, self.eps)
 
     def extra_repr(self) -> str:
         """Describe the layer in ``repr``."""
@@ -220,6 +287,16 @@ class Pattention(NestedLayer):
             f"{self.in_features}, {self.out_features}, num_param_tokens={self.num_param_tokens}, "
             f"theta={self.theta!r}" + (", learn_tau=True" if self.tau.requires_grad else "")
         )
+
+
+def join_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Join the old and new pairs of layers that hold them apart, as an ordinary model has them."""
+    joined = dict(state_dict)
+    for name in TOKENS:
+        for new in [key for key in joined if key.endswith(f"new_{name}")]:
+            old = new.removesuffix(f"new_{name}") + name
+            joined[old] = torch.cat((joined[old], joined.pop(new)))
+    return joined
 
 
 # timm's feature extractor keeps it as a module, which TorchScript compiles; not so pattention().

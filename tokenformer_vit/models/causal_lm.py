@@ -1,7 +1,6 @@
 """Causal language models: the blocks of the vision models, positions, a cache and a head."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block, mo
 from tokenformer_vit.layers.block import token_arguments
 
 from .checkpoints import computation_of
-from .sizes import Size, nest_layers, nested_sizes, set_size
+from .sizes import model_sizes, nest_layers, nested_arguments, set_size
 
 EMBEDDING_STD = 0.02  # of the initial embeddings and head
 
 
-@dataclass(frozen=True)
+@dataclass
 class LMConfig:
     """The shape of a causal language model; the defaults are those of the released 150M model.
 
@@ -42,6 +41,7 @@ class LMConfig:
         norm_eps: Epsilon of all norms.
         pattention_args: Arguments of all Pattention layers, and ``init``: scaled or released.
         nested: Smaller sizes that are trained as well; see :meth:`TokenFormerLM.set_size`.
+        nested_kinds: Kinds of layers that have sizes: qkv, proj, ffn; None for all.
     """
 
     vocab_size: int = 50_304
@@ -60,12 +60,14 @@ class LMConfig:
     norm: str = "none"
     norm_eps: float = 1e-5
     pattention_args: dict[str, Any] | None = None
-    nested: tuple[Size, ...] = ()
+    nested: tuple[float, ...] = ()
+    nested_kinds: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check the values that no layer checks."""
-        if isinstance(self.nested, list):  # as JSON and configs have it
-            object.__setattr__(self, "nested", tuple(self.nested))
+        for name in ("nested", "nested_kinds"):
+            if isinstance(value := getattr(self, name), list):  # as JSON and configs have it
+                setattr(self, name, tuple(value))
         if self.positions not in ("rotary", "learned"):
             raise InputError(f"positions must be rotary or learned, but got {self.positions!r}")
         dims = self.rotary_dims
@@ -112,34 +114,28 @@ def lm_config(preset: str, **changes: Any) -> LMConfig:
     return LMConfig(**{**LM_PRESETS[preset], **changes})
 
 
-class KVCache:
+class KVCache(list[tuple[Tensor, Tensor]]):
     """Keys and values of the tokens so far, for each layer, as in a cache of transformers."""
-
-    def __init__(self) -> None:
-        self._layers: list[tuple[Tensor, Tensor]] = []
 
     def update(self, keys: Tensor, values: Tensor, layer: int, _: Any = None) -> Any:
         """Append (B, heads, N, D) keys and values of a layer; return all its keys and values."""
-        if layer == len(self._layers):
-            self._layers.append((keys.clone(), values))  # a view of queries and keys
+        if layer == len(self):
+            self.append((keys.clone(), values))  # a view of queries and keys
         else:
-            before = self._layers[layer]
-            both = torch.cat((before[0], keys), dim=2), torch.cat((before[1], values), dim=2)
-            self._layers[layer] = both
-        return self._layers[layer]
+            before = self[layer]
+            self[layer] = torch.cat((before[0], keys), 2), torch.cat((before[1], values), 2)
+        return self[layer]
 
     def get_seq_length(self) -> int:
         """Return the number of tokens that the first layer has read."""
-        return self._layers[0][0].shape[2] if self._layers else 0
+        return self[0][0].shape[2] if self else 0
 
 
-def rotate(queries: Tensor, keys: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+def rotate(queries: Tensor, keys: Tensor, turns: Tensor) -> tuple[Tensor, ...]:
     """Rotate queries and keys as GPT-NeoX does, by (B or 1, 1, N, 2 R) sines and cosines."""
     both = torch.cat((queries, keys), dim=1)  # half of the operations, which decide in decoding
     rotated, rest = both.tensor_split((turns.shape[-1] // 2,), dim=-1)
-    both = torch.cat((apply_rot_embed_cat(rotated, turns, half=True), rest), dim=-1)
-    queries, keys = both.chunk(2, dim=1)
-    return queries, keys
+    return torch.cat((apply_rot_embed_cat(rotated, turns, half=True), rest), -1).chunk(2, dim=1)
 
 
 def attend(
@@ -161,13 +157,7 @@ class CausalAttention(Attention):
     layer_idx: int  # number of the block in the cache
 
     def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        mask: Any,
-        turns: Tensor | None,
-        cache: Any = None,
-        attend: Callable[..., tuple[Tensor, Tensor | None]] = attend,
-        **kwargs: Any,
+        self, x: Tensor, mask: Any, turns: Any, cache: Any = None, attend: Any = attend, **how: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Map (B, N, C) tokens to (B, N, C), and return the weights that ``attend`` returns."""
         shape = (*x.shape[:2], self.num_heads, self.head_dim)
@@ -177,8 +167,8 @@ class CausalAttention(Attention):
         if turns is not None:
             q, k = rotate(q, k, turns)
         if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx, kwargs)  # a paged cache changes kwargs
-        mixed, weights = attend(self, q, k, v, mask, scaling=self.scale, **kwargs)
+            k, v = cache.update(k, v, self.layer_idx, how)  # a paged cache changes it
+        mixed, weights = attend(self, q, k, v, mask, scaling=self.scale, **how)
         return self.proj(mixed.reshape(x.shape)), weights
 
 
@@ -205,24 +195,23 @@ class TokenFormerDecoder(nn.Module):
         (B, N) token numbers -> (B, N, C) normalised features.
     """
 
-    block: type[CausalBlock] = CausalBlock
+    block_class: type[CausalBlock] = CausalBlock
 
     def __init__(self, config: LMConfig, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
-        self.config: Any = config
-        self.build(config, device=device, dtype=dtype)
+        self.make_layers(replace(config), device=device, dtype=dtype)
 
-    def build(self, config: LMConfig, **place: Any) -> None:
+    def make_layers(self, config: LMConfig, **place: Any) -> None:
         """Make all layers; the class for transformers has a constructor of its own."""
-        width = config.embed_dim
+        LMConfig.__post_init__(config)  # transformers may have changed fields after it
+        self._config, width = config, config.embed_dim
         shared = model_pattention_args(config.pattention_args, width, config.depth)
         counts = {name: getattr(config, name) for name in COUNTS.values()}
-        self.embedding = nn.Embedding(config.vocab_size, width, **place)
-        self.positions = None
+        self.embedding, self.positions = nn.Embedding(config.vocab_size, width, **place), None
         if config.positions == "learned":
             self.positions = nn.Embedding(config.context_length, width, **place)
         self.blocks = nn.ModuleList(
-            self.block(
+            self.block_class(
                 width,
                 config.num_heads,
                 **numbers,
@@ -238,27 +227,35 @@ class TokenFormerDecoder(nn.Module):
         self.norm = nn.LayerNorm(width, eps=config.norm_eps, **place)
         for number, block in enumerate(self.blocks):
             block.attn.layer_idx = number  # type: ignore[union-attr]
-        self.rotary_dims = config.rotary_dims
-        self.sizes = nest_layers(self, config.nested)
-        for module in self.children():
-            if isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=EMBEDDING_STD)
+        nest_layers(self, config.nested, config.nested_kinds)
+        for table in filter(None, (self.embedding, self.positions)):
+            nn.init.normal_(table.weight, std=EMBEDDING_STD)
 
     @property
-    def shape(self) -> LMConfig:
-        """The shape of the model now; the class for transformers has other configurations."""
-        return self.config
+    def config(self) -> LMConfig:
+        """The shape of the model, with the pairs and sizes that its layers have now."""
+        return replace(self._config, **self.pair_fields())
+
+    def pair_fields(self) -> dict[str, Any]:
+        """Return the fields of the configuration that growth and pruning change."""
+        sizes = {"nested": (), "nested_kinds": None} | nested_arguments(self)
+        return {**token_arguments(self.blocks), **sizes}  # type: ignore[arg-type]
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """The trained sizes, smallest first, then 1.0 for the whole model."""
+        return model_sizes(self)
+
+    def set_size(self, size: float | None) -> None:
+        """Use only the first pairs of every layer, as :meth:`.TokenFormerViT.set_size` does."""
+        set_size(self, size)
 
     def computation(self) -> dict[str, Any]:
-        """Return the fields of the shape that the tensors do not show."""
-        return computation_of(vars(self.shape))
+        """Return the fields of the configuration that the tensors do not show."""
+        return computation_of({**asdict(self._config), **self.pair_fields()})
 
     def forward(
-        self,
-        tokens: Tensor,
-        attention_mask: Tensor | None = None,
-        cache: KVCache | None = None,
-        positions: Tensor | None = None,
+        self, tokens: Tensor, attention_mask: Any = None, cache: Any = None, positions: Any = None
     ) -> Tensor:
         """Compute the (B, N, C) features that a head reads.
 
@@ -266,79 +263,59 @@ class TokenFormerDecoder(nn.Module):
             tokens: (B, N) integers below V: the whole sequence, or those after the cache.
             attention_mask: (B, all tokens) true or 1 for tokens, false or 0 for padding; tokens of
                 the cache come first. None if there is no padding.
-            cache: Keys and values of earlier tokens; those of ``tokens`` are added.
+            cache: :class:`KVCache` of earlier tokens; those of ``tokens`` are added.
             positions: (B, N) position of each token in its sequence, below the context length if
                 positions are learned; default: counted from the first token that is not padding.
         """
         past = cache.get_seq_length() if cache else 0
         if positions is None:
-            self.check_length(past + tokens.shape[1])
-            positions = find_positions(tokens, past, attention_mask)
+            positions = self.find_positions(tokens, past, attention_mask)
         mask = _causal_mask(tokens, past, attention_mask)
         return self.run_blocks(self.embedding(tokens), positions, mask, cache)
 
-    def check_length(self, length: int) -> None:
-        """Refuse a sequence that is longer than the context."""
-        if length > (context := self.config.context_length):
+    def find_positions(self, tokens: Tensor, past: Any, attention_mask: Tensor | None) -> Tensor:
+        """Return the (B or 1, N) positions of N tokens after ``past`` others; padding has none."""
+        N, context = tokens.shape[1], self._config.context_length
+        # A static cache has a tensor; reading it waits for the device.
+        if not isinstance(past, Tensor) and past + N > context:
             raise InputError(
-                f"the sequence has {length} tokens, but context_length is {context}: shorten it"
+                f"the sequence has {past + N} tokens, but context_length is {context}: shorten it"
             )
+        places = torch.arange(N, device=tokens.device) + past
+        if attention_mask is None:
+            return places[None]
+        return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, places]
 
     def run_blocks(self, x: Tensor, positions: Tensor, mask: Any, cache: Any, **how: Any) -> Tensor:
         """Compute the (B, N, C) features of (B, N, C) embedded tokens at (B or 1, N) positions."""
-        turns = self._turns(positions) if self.positions is None else None
+        turns, rotated = None, self._config.rotary_dims
         if self.positions is not None:
             x = x + self.positions(positions)
+        else:  # (B or 1, 1, N, 2 R) sines and cosines, in float32
+            dims = torch.arange(0, rotated, 2, device=positions.device, dtype=torch.float32)
+            frequencies = self._config.rotary_base ** (-dims / rotated)
+            angles = positions[:, None, :, None] * frequencies.repeat(2)
+            turns = torch.cat((angles.sin(), angles.cos()), dim=-1)
         # transformers lowers the depth while the first blocks draft (assistant_early_exit).
-        for block in list(self.blocks)[: self.config.depth]:
+        for block in list(self.blocks)[: self._config.depth]:
             x = block(x, mask, turns, cache=cache, **how)
         return self.norm(x)
-
-    def _turns(self, positions: Tensor) -> Tensor:
-        """Return the (B or 1, 1, N, 2 R) sines and cosines of :func:`rotate`, in float32."""
-        dims = torch.arange(0, self.rotary_dims, 2, device=positions.device, dtype=torch.float32)
-        turns = self.config.rotary_base ** (-dims / self.rotary_dims)
-        angles = positions[:, None, :, None] * turns.repeat(2)
-        return torch.cat((angles.sin(), angles.cos()), dim=-1)
-
-    def set_size(self, size: Size | None) -> None:
-        """Use only the first pairs of every layer, as :meth:`.TokenFormerViT.set_size` does."""
-        set_size(self, size)
-
-    def record_param_tokens(self) -> None:
-        """Update the numbers of pairs and the sizes in ``config`` after growth or pruning."""
-        own = token_arguments(self.blocks)  # type: ignore[arg-type]
-        self.sizes = nested_sizes(self, self.sizes)
-        self.take(replace(self.shape, **own, nested=self.sizes[:-1]))
-
-    def take(self, shape: LMConfig) -> None:
-        """Keep a new shape."""
-        self.config = shape
 
 
 class TokenFormerLM(TokenFormerDecoder):
     """A :class:`TokenFormerDecoder` and a head without bias: (B, N) tokens -> (B, N, V) logits."""
 
-    def build(self, config: LMConfig, **place: Any) -> None:
-        """Make all layers."""
-        super().build(config, **place)
+    def __init__(self, config: LMConfig, device: Any = None, dtype: Any = None) -> None:
+        super().__init__(config, device, dtype)
         self.head = None  # the embedding is also the head
         if not config.tie_embeddings:
-            self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False, **place)
+            self.head = nn.Linear(config.embed_dim, config.vocab_size, False, device, dtype)
             nn.init.normal_(self.head.weight, std=EMBEDDING_STD)
 
     def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Predict the next token at each position; arguments as for :class:`TokenFormerDecoder`."""
-        head = self.embedding if self.head is None else self.head
+        head = self.head or self.embedding
         return F.linear(super().forward(tokens, *args, **kwargs), head.weight)
-
-
-def find_positions(tokens: Tensor, past: int | Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return the (B or 1, N) positions of N tokens after ``past`` others; padding has none."""
-    places = torch.arange(tokens.shape[1], device=tokens.device) + past
-    if attention_mask is None:
-        return places[None]
-    return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, places]
 
 
 def _causal_mask(tokens: Tensor, past: int, attention_mask: Tensor | None) -> Tensor | None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import new_folder
 from tokenformer_vit.layers.arguments import EPS
+from tokenformer_vit.layers.pattention import join_state_dict
 from tokenformer_vit.mmpretrain_names import classifier_state_dict, timm_state_dict
 
 # Files of an exported folder. A training checkpoint has the content of CONFIG under DESCRIPTION.
@@ -34,6 +35,7 @@ _STATE_DICTS = ("state_dict_ema", "model_ema", "state_dict", "model")
 # Arguments that change what a model computes, but not the names or shapes of its tensors. Not the
 # base of rotary positions, which users change to read longer sequences.
 _HIDDEN = ("theta", "norm", "qk_norm", "num_heads", "norm_eps", "use_rot_pos_emb", "rotary_share")
+_HIDDEN += ("nested", "nested_kinds")
 _LICENSE = "apache-2.0 # of the code; check what your data allow, and correct this line"
 
 
@@ -111,6 +113,8 @@ def check_digest(path: Path) -> None:
 def computation_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return those arguments of a model, or fields of an LMConfig, that tensors do not show."""
     found = {name: arguments[name] for name in (*_HIDDEN, "eps") if name in arguments}
+    for name in found.keys() & {"nested", "nested_kinds"}:  # JSON has lists
+        found[name] = [*(found[name] or ())]
     if "pattention_args" in arguments:
         found["eps"] = (arguments["pattention_args"] or {}).get("eps", EPS)
     return found
@@ -250,7 +254,9 @@ def save_model(
     description = describe_model(model, model.num_classes, label_names, data_config)
     card = folder / CARD
     with new_folder(folder) as partial:
-        tensors = {name: each.contiguous() for name, each in model.state_dict().items()}
+        tensors = {
+            name: each.contiguous() for name, each in join_state_dict(model.state_dict()).items()
+        }
         save_file(tensors, partial / WEIGHTS, {"format": "pt"})
         description["sha256"] = _digest(partial / WEIGHTS)
         (partial / CONFIG).write_text(json.dumps(description, indent=2), encoding="utf-8")
@@ -268,7 +274,7 @@ def mmpretrain_checkpoint(model: Any) -> dict[str, Any]:
     names = description.get("label_names")
     return {
         "meta": {"dataset_meta": {"classes": names}} if names else {},
-        "state_dict": classifier_state_dict(model.state_dict()),
+        "state_dict": classifier_state_dict(join_state_dict(model.state_dict())),
         DESCRIPTION: description,
     }
 

@@ -22,7 +22,7 @@ from tokenformer_vit.layers.block import IGNORED_TIMM_ARGUMENTS, token_arguments
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 
 from . import checkpoints
-from .sizes import Size, find_layers, nest_layers, nested_sizes, set_size
+from .sizes import find_layers, model_sizes, nest_layers, nested_arguments, set_size
 
 
 class ChannelsLast(nn.Module):
@@ -79,8 +79,9 @@ class TokenFormerViT(VisionTransformer):
             ``mlp_ratio * embed_dim``.
         pattention_args: Arguments of all :class:`~tokenformer_vit.layers.Pattention` layers, such
             as ``learn_tau``; and ``init`` (``released``: as in the authors' code).
-        nested: Smaller sizes that are trained as well, such as ``(0.25, 0.5)``; see
-            :meth:`set_size`. The attribute ``sizes`` holds them, then 1.0 for the whole model.
+        nested: Smaller sizes that are trained as well, as shares of the pairs such as
+            ``(0.25, 0.5)``; see :meth:`set_size`.
+        nested_kinds: Kinds of layers that have sizes: ``qkv``, ``proj``, ``ffn``; ``None`` for all.
         use_rot_pos_emb: Also rotate queries and keys of patches by row and column.
         rope_temperature: Base of the rotary frequencies.
         stem: ``patch``: one projection of each patch; or ``conv``: :class:`ConvStem`.
@@ -100,6 +101,8 @@ class TokenFormerViT(VisionTransformer):
         MAE, arXiv:2111.06377, Table 11, which also gives the LayerNorm eps of 1e-6.
     """
 
+    __jit_unused_properties__ = ("sizes", "_model_args")
+
     def __init__(
         self,
         theta: str = "gelu_l2",
@@ -109,7 +112,8 @@ class TokenFormerViT(VisionTransformer):
         num_proj_param_tokens: Counts = None,
         num_ffn_param_tokens: Counts = None,
         pattention_args: dict[str, Any] | None = None,
-        nested: Sequence[Size] = (),
+        nested: Sequence[float] = (),
+        nested_kinds: Sequence[str] | None = None,
         use_rot_pos_emb: bool = False,
         rope_temperature: float = 10000.0,
         embed_dim: int = 768,
@@ -160,7 +164,7 @@ class TokenFormerViT(VisionTransformer):
             )
             rate = kwargs.get("patch_drop_rate", 0.0)
             self.patch_drop = PatchDropoutWithIndices(rate, self.num_prefix_tokens)
-        self.sizes = nest_layers(self, nested)
+        nest_layers(self, nested, nested_kinds)
 
     def embed(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the (B, N, C) tokens of images, and the rotary positions of their patches."""
@@ -233,15 +237,20 @@ class TokenFormerViT(VisionTransformer):
         """Name the parameters that exist, of those that timm's ViTs may have."""
         return {name for name in super().no_weight_decay() if getattr(self, name, None) is not None}
 
-    def set_size(self, size: Size | None) -> None:
-        """Use only the first pairs of every layer; it is not saved with the model.
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """The trained sizes, smallest first, then 1.0 for the whole model."""
+        return model_sizes(self)
 
-        With gradient checkpointing, the backward pass needs the same size.
+    def set_size(self, size: float | None) -> None:
+        """Use only the first pairs of every sized layer; it is not saved with the model.
+
+        With gradient checkpointing, the backward pass needs the same size. The layers hold the
+        size, so it is not thread-safe: give each thread a model of its own, by ``extract``.
 
         Args:
-            size: Share of the pairs of every layer, above 0 and at most 1; or a dict of shares
-                (floats) and numbers of pairs (ints) by kind (``qkv``, ``proj``, ``ffn``). ``None``
-                for all pairs. It need not be one of ``sizes``.
+            size: Share of the pairs of a layer, above 0 and at most 1; ``None`` for all pairs. It
+                need not be one of ``sizes``.
         """
         set_size(self, size)
 
@@ -249,10 +258,10 @@ class TokenFormerViT(VisionTransformer):
     def _model_args(self) -> dict[str, Any]:
         """The arguments that rebuild the model: what timm recorded, and what the layers say now."""
         blocks: Any = self.blocks
-        args = {name: value for name, value in self._recorded_args.items() if name != "nested"}
+        stale = ("nested", "nested_kinds")
+        args = {name: value for name, value in self._recorded_args.items() if name not in stale}
         args |= {"depth": len(blocks), "use_rot_pos_emb": self.rope is not None}
-        if nested := self.sizes[:-1]:
-            args["nested"] = nested
+        args |= nested_arguments(self)
         if isinstance(self.norm, nn.Identity) and isinstance(self.fc_norm, nn.Identity):
             args["final_norm"] = False
         if not len(blocks):
@@ -275,15 +284,9 @@ class TokenFormerViT(VisionTransformer):
     def _model_args(self, args: dict[str, Any]) -> None:
         self._recorded_args = args
 
-    __jit_unused_properties__ = ("_model_args",)
-
     def computation(self) -> dict[str, Any]:
         """Return the arguments that the tensors do not show."""
         return checkpoints.computation_of(self._model_args)
-
-    def record_param_tokens(self) -> None:
-        """Update :attr:`sizes`, after pairs changed."""
-        self.sizes = nested_sizes(self, self.sizes)
 
     def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
         """Change the size of images and patches; learned and rotary positions follow."""

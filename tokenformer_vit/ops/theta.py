@@ -17,8 +17,7 @@ Note:
 Source:
     TokenFormer, arXiv:2410.23168: Eq. 5 and 6 for the definition, Table 4 for the variants. The
     factor of ``softmax`` and the post-normalised form come from the authors' language code.
-    ``gelu_tanh_l2`` is not in the paper: it measures the benefit of the exact GELU. ``gelu`` and
-    ``gelu_tanh`` are not either: with them a Transformer's layers are Pattention layers.
+    ``gelu`` and ``gelu_tanh`` are ours: with them a Transformer's layers are Pattention layers.
 """
 
 import math
@@ -41,22 +40,6 @@ def softmax(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
     return (tau * torch.softmax(_wide(scores), dim=-1)).to(scores.dtype)
 
 
-def gated_softmax(scores: Tensor, tau: Tensor, gate: Tensor) -> Tensor:
-    """τ · g exp(A) / ‖g exp(A)‖₁ with a gate g (P,) for each pair.
-
-    A gate of 0 removes a pair, whatever its score, but the gate still has a gradient. With gates of
-    1 this is :func:`softmax`. Gates have either sign; not all of them may be 0. This is the
-    project's own; arXiv:2410.23168v2, Appendix B, removes exp for exact growth, because a score of
-    zero still has the weight exp(0).
-    """
-    a = _wide(scores)
-    gate = gate.to(a.dtype)
-    peak = a.masked_fill(gate == 0, -torch.inf).amax(dim=-1, keepdim=True).detach()
-    # A closed pair may score far above the open ones; its exponential must stay finite.
-    opened = gate * (a - peak).clamp(max=60.0).exp()
-    return (tau * opened / opened.abs().sum(dim=-1, keepdim=True)).to(scores.dtype)
-
-
 def gelu_l1(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
     """τ · gelu(A) / ‖gelu(A)‖₁."""
     activation = _gelu(_wide(scores))
@@ -67,12 +50,6 @@ def gelu_l1(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
 def gelu_l2(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
     """gelu(τ · A / ‖A‖₂): GELU of an RMSNorm over the parameter axis, the paper's default."""
     return F.gelu(_l2_normalize(_wide(scores), tau, eps)).to(scores.dtype)
-
-
-def gelu_tanh_l2(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
-    """``gelu_l2`` with the tanh approximation of GELU, which is within 5e-4 of it."""
-    z = _l2_normalize(_wide(scores), tau, eps)
-    return F.gelu(z, approximate="tanh").to(scores.dtype)
 
 
 def gelu_l2_post(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
@@ -113,23 +90,19 @@ class Theta(NamedTuple):
             is of the activation. If True, the scale of the keys does not change the weights.
         second_moment: E[Θ(A)²] of a weight for standard normal scores and the default τ. The
             variance of an output is P · E[Θ²] · Var[V].
-        gated: Function from scores, τ and a gate to weights. Only a variant that gives a zero key
-            a weight needs one; in the others a zero key closes a pair, and it is None.
     """
 
     weights: Callable[[Tensor, Tensor, float], Tensor]
     norm_order: int
     normalizes_scores: bool
     second_moment: float
-    gated: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
 
 THETAS = {
-    "softmax": Theta(softmax, 1, False, math.e, gated_softmax),
+    "softmax": Theta(softmax, 1, False, math.e),
     "gelu_l1": Theta(gelu_l1, 1, False, 2.67175),
     "gelu_l2": Theta(gelu_l2, 2, True, 0.42522),
     "gelu_l2_post": Theta(gelu_l2_post, 2, False, 1.0),
-    "gelu_tanh_l2": Theta(gelu_tanh_l2, 2, True, 0.42519),
     "gelu": Theta(gelu, 0, False, 0.42522),
     "gelu_tanh": Theta(gelu_tanh, 0, False, 0.42519),
 }
@@ -143,16 +116,9 @@ def find_theta(name: str) -> Theta:
     return THETAS[name]
 
 
-def theta_weights(
-    scores: Tensor, theta: str, tau: Tensor, eps: float, gate: Tensor | None = None
-) -> Tensor:
-    """Compute the weights of (..., P) scores by the plain formulas; see :func:`gated_softmax`."""
-    variant = find_theta(theta)
-    if gate is None:
-        return variant.weights(scores, tau, eps)
-    if variant.gated is None:
-        raise InputError(f"theta {theta!r} has no gate, because a zero key closes a pair")
-    return variant.gated(scores, tau, gate)
+def theta_weights(scores: Tensor, theta: str, tau: Tensor, eps: float) -> Tensor:
+    """Compute the weights of (..., P) scores by the plain formulas."""
+    return find_theta(theta).weights(scores, tau, eps)
 
 
 def norm_shares(scores: Tensor, weights: Tensor, theta: str) -> Tensor:

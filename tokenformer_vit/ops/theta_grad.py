@@ -1,4 +1,4 @@
-"""Θ ``gelu_l2`` with a gradient of its own; ``gelu_tanh_l2`` is the same with another GELU.
+"""Θ ``gelu_l2`` with a gradient of its own.
 
 Plain autograd keeps two float32 numbers for each score. This keeps the scores as they are, and the
 factor r of each row:
@@ -13,53 +13,54 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import triton_theta
-from .norm import once_a_row
+from .modes import plain_only, stored_once
 
 
-class _GeluL2(torch.autograd.Function):
-    """Scores (..., P), τ, eps and the kind of GELU -> weights (..., P), factors (..., 1)."""
-
-    generate_vmap_rule = True
+class GeluL2(torch.autograd.Function):
+    """Scores (..., P), τ and eps -> weights (..., P), as ``theta.gelu_l2`` but in less memory."""
 
     @staticmethod
-    def forward(scores: Tensor, tau: Tensor, eps: float, approximate: str) -> tuple[Tensor, Tensor]:
-        if triton_theta.serves(scores):
-            return triton_theta.gelu_l2(scores, tau, eps, approximate == "tanh")
-        dtype = torch.promote_types(scores.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(scores, dim=-1, keepdim=True, dtype=dtype).div_(tau)
-        # In place, because a decoding step waits longer for memory than for these operations.
-        factor = once_a_row(norm.mul_(norm).add_(eps).rsqrt_())
-        return F.gelu(scores * factor, approximate=approximate).to(scores.dtype), factor
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-        scores, tau, ctx.eps, ctx.approximate = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(scores, tau, output[1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        scores, tau, factor = ctx.saved_tensors
-        if triton_theta.serves(scores):
-            others = tau, factor, grad.to(scores.dtype), ctx.approximate == "tanh"
-            grad_scores, dot = triton_theta.gelu_l2_backward(scores, *others)
+    def forward(ctx: Any, scores: Tensor, tau: Tensor, eps: float) -> Tensor:
+        """Compute the weights; without ``ctx``, for no backward."""
+        if scores.device.type == triton_theta.DEVICE and triton_theta.serves(scores):
+            compiling = torch.compiler.is_compiling()
+            run = triton_theta.traced_gelu_l2 if compiling else triton_theta.gelu_l2
+            weights, factor = run(scores, tau, eps)
         else:
+            dtype = torch.promote_types(scores.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(scores, dim=-1, keepdim=True, dtype=dtype) / tau
+            # In place: a decoding step waits longer for memory than for these operations.
+            factor = norm.square_().add_(eps).rsqrt_()
+            if torch.compiler.is_compiling() and scores.device.type == "cpu":
+                factor = stored_once(factor)
+            weights = F.gelu(scores * factor).to(scores.dtype)
+        if ctx is not None:
+            ctx.eps = eps
+            ctx.save_for_backward(scores, tau, factor)
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Compute the gradients of scores and τ, by operations that have derivatives again."""
+        scores, tau, factor = ctx.saved_tensors
+        differentiable = torch.is_grad_enabled()
+        on_gpu = scores.device.type == triton_theta.DEVICE and triton_theta.serves(scores)
+        if on_gpu and not differentiable and not plain_only():
+            compiling = torch.compiler.is_compiling()
+            run = triton_theta.traced_backward if compiling else triton_theta.gelu_l2_backward
+            grad_scores, dot = run(scores, tau, factor, grad.to(scores.dtype))
+        else:
+            square = tau.to(factor.dtype).square()
+            if differentiable:  # the kept factor is a constant, which has no derivative
+                sums = scores.to(factor.dtype).square().sum(dim=-1, keepdim=True)
+                factor = (sums / square + ctx.eps).rsqrt()
             z = scores * factor
-            g = torch.ops.aten.gelu_backward(grad.to(z.dtype), z, approximate=ctx.approximate)
+            g = torch.ops.aten.gelu_backward(grad.to(z.dtype), z)
             dot = (g * z).sum(dim=-1, keepdim=True)
-            grad_scores = factor * torch.addcmul(g, z, dot / tau.to(dot.dtype).square(), value=-1)
+            grad_scores = factor * torch.addcmul(g, z, dot / square, value=-1)
         grad_tau = None
         if ctx.needs_input_grad[1]:
             grad_tau = (dot * (1 - ctx.eps * factor.square())).sum().div(tau).to(tau.dtype)
-        return grad_scores.to(scores.dtype), grad_tau, None, None
-
-
-def fast_gelu_l2(scores: Tensor, tau: Tensor, eps: float, approximate: str) -> Tensor:
-    """Compute the weights of (..., P) scores as ``theta.gelu_l2`` does, in less memory."""
-    if torch.is_grad_enabled() and (scores.requires_grad or tau.requires_grad):
-        return _GeluL2.apply(scores, tau, eps, approximate)[0]
-    return _GeluL2.forward(scores, tau, eps, approximate)[0]
+        return grad_scores.to(scores.dtype), grad_tau, None

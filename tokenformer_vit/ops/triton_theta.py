@@ -9,15 +9,12 @@ a single block would be padded to 1024.
 from __future__ import annotations  # without Triton there is no tl for annotations
 
 import functools
-import math
-import warnings
+import os
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.library import custom_op, triton_op, wrap_triton
-
-from .theta import theta_weights
 
 try:
     import triton
@@ -27,7 +24,7 @@ except ImportError:  # PyTorch for CPUs and for Windows comes without it
 
 MAX_PARAM_TOKENS = 16384  # the backward of a longer row would spill many registers
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_trusted = triton is not None  # until try_kernels() finds an error
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def _kernel(function):
@@ -48,30 +45,22 @@ def _fast(name: tl.constexpr, x, PTX: tl.constexpr):
 
 
 @_kernel
-def _density_and_tail(z, TANH: tl.constexpr, PTX: tl.constexpr):
+def _density_and_tail(z, PTX: tl.constexpr):
     """Return the density φ(z) of the normal distribution and its tail 1 - Φ(|z|).
 
     Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.17 (for erf, 7.1.26), has this
     form with five terms and an error of 7.5e-8 in Φ, which is visible in float32. These six terms
     minimise the maximum of max(1, |z|) times the error: 1.2e-8.
     """
-    if TANH:  # Φ(z) ≈ (1 + tanh y) / 2 with y = √(2/π) (z + 0.044715 z³), and φ is its derivative
-        square = z * z
-        # exp(-2|y|); the constants are -2 √(2/π) log2(e), without and with 0.044715.
-        small = _fast("ex2", tl.abs(z) * tl.fma(square, -0.10294324, -2.3022082), PTX)
-        tail = small * _fast("rcp", 1.0 + small, PTX)
-        # 2y'; the constants are 2 √(2/π), with and without 3 · 0.044715.
-        return tl.fma(-tail, tail, tail) * tl.fma(square, 0.21406445, 1.5957691), tail
-    else:
-        # exp(-z²/2) / √(2π); the constants are log2(e) / 2 and log2(√(2π)).
-        density = _fast("ex2", tl.fma(z * -0.7213475204444817, z, -1.3257480647361592), PTX)
-        t = _fast("rcp", tl.fma(tl.abs(z), 0.275, 1.0), PTX)
-        ratio = tl.fma(t, -0.286170136, 1.12588669)
-        ratio = tl.fma(t, ratio, -0.818132021)
-        ratio = tl.fma(t, ratio, 0.827735057)
-        ratio = tl.fma(t, ratio, 0.109281564)
-        ratio = tl.fma(t, ratio, 0.294713013) * t
-        return density, ratio * density
+    # exp(-z²/2) / √(2π); the constants are log2(e) / 2 and log2(√(2π)).
+    density = _fast("ex2", tl.fma(z * -0.7213475204444817, z, -1.3257480647361592), PTX)
+    t = _fast("rcp", tl.fma(tl.abs(z), 0.275, 1.0), PTX)
+    ratio = tl.fma(t, -0.286170136, 1.12588669)
+    ratio = tl.fma(t, ratio, -0.818132021)
+    ratio = tl.fma(t, ratio, 0.827735057)
+    ratio = tl.fma(t, ratio, 0.109281564)
+    ratio = tl.fma(t, ratio, 0.294713013) * t
+    return density, ratio * density
 
 
 @_kernel
@@ -88,19 +77,19 @@ def _load(tensor, offsets, inside):
 
 
 @_kernel
-def _weigh(a, factor, weights, offsets, inside, TANH: tl.constexpr, PTX: tl.constexpr):
+def _weigh(a, factor, weights, offsets, inside, PTX: tl.constexpr):
     z = a * factor
-    tail = _density_and_tail(z, TANH, PTX)[1]
+    tail = _density_and_tail(z, PTX)[1]
     # zΦ(z) is max(z, 0) - |z| (1 - Φ(|z|)) for either sign of z.
     w = tl.fma(-tl.abs(z), tail, tl.maximum(z, 0.0))
     tl.store(weights + offsets, w.to(weights.dtype.element_ty), mask=inside)
 
 
 @_kernel
-def _differentiate(scores, grad, factor, offsets, inside, TANH: tl.constexpr, PTX: tl.constexpr):
+def _differentiate(scores, grad, factor, offsets, inside, PTX: tl.constexpr):
     """Return z and g = gelu'(z) dw of a block."""
     z = _load(scores, offsets, inside) * factor
-    density, tail = _density_and_tail(z, TANH, PTX)
+    density, tail = _density_and_tail(z, PTX)
     slope = tl.fma(z, density, tl.where(z < 0, tail, 1.0 - tail))  # Φ(z) + zφ(z)
     return z, _load(grad, offsets, inside) * slope
 
@@ -109,7 +98,7 @@ def _differentiate(scores, grad, factor, offsets, inside, TANH: tl.constexpr, PT
 def forward_kernel(
     scores, tau, weights, factors, eps, num_rows,
     P: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
-    TANH: tl.constexpr, PTX: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Write weights (R, P) and factors (R, 1), ROWS rows in each program."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # R · P may be > 2³¹
@@ -125,27 +114,27 @@ def forward_kernel(
     # Before 2.15, PyTorch's compiled code passes numbers in 64 bits.
     factor = tl.rsqrt(total / (t * t) + tl.cast(eps, tl.float32))
     tl.store(factors + rows, factor, mask=there)
-    _weigh(a_left, factor, weights, left, in_left, TANH, PTX)
+    _weigh(a_left, factor, weights, left, in_left, PTX)
     if RIGHT > 0:
-        _weigh(a_right, factor, weights, right, in_right, TANH, PTX)
+        _weigh(a_right, factor, weights, right, in_right, PTX)
 
 
 @_kernel
 def backward_kernel(
     scores, tau, factors, grad, grad_scores, dots, num_rows,
     P: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
-    TANH: tl.constexpr, PTX: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of the scores (R, P), and for that of τ the dot products g · z (R, 1)."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # R · P may be > 2³¹
     there = rows < num_rows
     factor = _load(factors, rows, there)
     left, in_left = _block(0, LEFT, rows, there, P)
-    z_left, g_left = _differentiate(scores, grad, factor, left, in_left, TANH, PTX)
+    z_left, g_left = _differentiate(scores, grad, factor, left, in_left, PTX)
     dot = tl.sum(g_left * z_left, axis=1, keep_dims=True)
     if RIGHT > 0:
         right, in_right = _block(LEFT, RIGHT, rows, there, P)
-        z_right, g_right = _differentiate(scores, grad, factor, right, in_right, TANH, PTX)
+        z_right, g_right = _differentiate(scores, grad, factor, right, in_right, PTX)
         dot += tl.sum(g_right * z_right, axis=1, keep_dims=True)
     t = tl.load(tau).to(tl.float32)
     tl.store(dots + rows, dot, mask=there)
@@ -156,12 +145,25 @@ def backward_kernel(
         tl.store(grad_scores + right, (factor * g_right - of_z * z_right).to(dtype), mask=in_right)
 
 
-# With TRITON_INTERPRET=1 a kernel has another type, which PyTorch cannot trace.
+# With TRITON_INTERPRET=1 a kernel has another type, which PyTorch cannot trace, and runs on a CPU.
 _INTERPRETED = triton is not None and not isinstance(forward_kernel, triton.JITFunction)
 _PTX = not _INTERPRETED and torch.version.cuda is not None
 _operation: Any = custom_op if _INTERPRETED else triton_op
+DEVICE = "cpu" if _INTERPRETED else "cuda"
+_ENABLED = triton is not None and os.environ.get("TOKENFORMER_TRITON") != "0"
 
 
+def serves(scores: Tensor) -> bool:
+    """Return whether the kernels take these scores, which are on ``DEVICE``."""
+    return (
+        _ENABLED
+        and scores.dtype in _DTYPES
+        and scores.shape[-1] <= MAX_PARAM_TOKENS
+        and type(scores) in _PLAIN  # a fake or sharded tensor has not the memory that it shows
+    )
+
+
+@functools.cache
 def _layout(num_param_tokens: int, kept: int) -> dict[str, int]:
     """Choose blocks of a row, rows of a program, and warps; ``kept`` are values an element."""
     left = 1 << (num_param_tokens.bit_length() - 1)
@@ -178,22 +180,18 @@ def _layout(num_param_tokens: int, kept: int) -> dict[str, int]:
     return {"LEFT": left, "RIGHT": right, "ROWS": rows, "num_warps": num_warps}
 
 
-def _launch(kernel: Any, kept: int, tanh: bool, scores: Tensor, tau: Tensor, *others: Any) -> None:
+def _launch(kernel: Any, kept: int, scores: Tensor, *others: Any) -> None:
     # A program is compiled for one P, but any number of rows, which may be symbolic here.
     num_param_tokens = int(scores.shape[-1])
     if not (num_rows := scores.numel() // num_param_tokens):
         return
-    options = {
-        "P": num_param_tokens,
-        "TANH": tanh,
-        "PTX": _PTX,
-        **_layout(num_param_tokens, kept),
-    }
+    layout = _layout(num_param_tokens, kept)
+    programs = -(-num_rows // layout["ROWS"])
+    options = {"P": num_param_tokens, "PTX": _PTX, **layout}
     options["enable_fp_fusion"] = True  # the default depends on the version of Triton
-    programs = -(-num_rows // options["ROWS"])
-    run = kernel if _INTERPRETED else wrap_triton(kernel)
+    run = kernel if _INTERPRETED or type(scores) in _PLAIN else wrap_triton(kernel)
     with torch.cuda.device_of(scores):  # Triton launches on the current device
-        run[(programs,)](scores, tau, *others, num_rows, **options)
+        run[(programs,)](scores, *others, num_rows, **options)
 
 
 def _empty(scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -202,72 +200,25 @@ def _empty(scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(scores, memory_format=torch.contiguous_format), rows
 
 
-@_operation("tokenformer_vit::gelu_l2", mutates_args=())
-def gelu_l2(scores: Tensor, tau: Tensor, eps: float, tanh: bool) -> tuple[Tensor, Tensor]:
+def gelu_l2(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Compute the weights (..., P) of scores (..., P), and the factors (..., 1) of their rows."""
     weights, factors = _empty(scores)
-    _launch(forward_kernel, 1, tanh, scores.contiguous(), tau, weights, factors, eps)
+    _launch(forward_kernel, 1, scores.contiguous(), tau, weights, factors, eps)
     return weights, factors
 
 
-@_operation("tokenformer_vit::gelu_l2_backward", mutates_args=())
 def gelu_l2_backward(
-    scores: Tensor, tau: Tensor, factors: Tensor, grad: Tensor, tanh: bool
+    scores: Tensor, tau: Tensor, factors: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradient (..., P) of scores, and the dot products g · z (..., 1)."""
     grad_scores, dots = _empty(scores)
     others = factors.contiguous(), grad.contiguous(), grad_scores, dots
-    _launch(backward_kernel, 2, tanh, scores.contiguous(), tau, *others)
+    _launch(backward_kernel, 2, scores.contiguous(), tau, *others)
     return grad_scores, dots
 
 
-gelu_l2.register_fake(_empty)
-gelu_l2_backward.register_fake(_empty)
-
-
-def serves(scores: Tensor) -> bool:
-    """Return whether the kernels take these scores."""
-    return (
-        scores.is_cuda
-        and _trusted
-        and scores.dtype in _DTYPES
-        and scores.shape[-1] <= MAX_PARAM_TOKENS
-        # Operations of Triton have no rule for vmap, and PyTorch has no public question for it.
-        and not torch._C._are_functorch_transforms_active()
-    )
-
-
-@functools.cache
-def try_kernels(
-    num_param_tokens: int, dtype: torch.dtype, device: torch.device, tanh: bool = False
-) -> None:
-    """Compare the kernels with plain PyTorch; if they are worse, warn and never use them again."""
-    global _trusted
-    if not _trusted or dtype not in _DTYPES or num_param_tokens > MAX_PARAM_TOKENS:
-        return
-    theta = "gelu_tanh_l2" if tanh else "gelu_l2"
-    random = torch.Generator().manual_seed(0)
-    drawn = torch.randn(2, 64, num_param_tokens, generator=random).to(device, dtype)
-    tau = torch.tensor(math.sqrt(num_param_tokens), device=device)
-
-    @torch.enable_grad()
-    def plain(drawn: Tensor) -> tuple[Tensor, Tensor]:
-        scores = drawn[0].clone().requires_grad_()
-        weights = theta_weights(scores, theta, tau, 1e-6)
-        return weights.detach(), torch.autograd.grad(weights, scores, drawn[1])[0]
-
-    try:
-        weights, factors = gelu_l2(drawn[0], tau, 1e-6, tanh)
-        own = weights, gelu_l2_backward(drawn[0], tau, factors, drawn[1], tanh)[0]
-        for ours, theirs, truth in zip(own, plain(drawn), plain(drawn.double()), strict=True):
-            error, usual = float((ours - truth).norm()), float((theirs - truth).norm())
-            # On an H100 our gradient has up to 1.3 times PyTorch's error in float32, 1.0 in others.
-            if not error <= (1.5 if dtype == torch.float32 else 1.2) * usual:
-                raise ArithmeticError(f"an error of {error:.1e}, PyTorch's is {usual:.1e}")
-    except Exception as error:  # of any kind: Triton needs a compiler, ptxas, a driver
-        _trusted = False
-        warnings.warn(
-            f"the Triton kernels of {theta} fail on this GPU for {num_param_tokens} pairs in "
-            f"{dtype}, so PyTorch computes it, which is slower: {error}",
-            stacklevel=2,
-        )
+# For code that is compiled. A call of an operation costs the host 7 times as much as of a function.
+traced_gelu_l2 = _operation("tokenformer_vit::gelu_l2", mutates_args=())(gelu_l2)
+traced_gelu_l2.register_fake(_empty)
+traced_backward = _operation("tokenformer_vit::gelu_l2_backward", mutates_args=())(gelu_l2_backward)
+traced_backward.register_fake(_empty)

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.layers.pattention import join_state_dict
 from tokenformer_vit.models.checkpoints import check_computation, description_of, model_faults
 from tokenformer_vit.vision.datasets import folder_names
 
@@ -142,7 +143,7 @@ def check_weights(model: nn.Module, checkpoint: dict) -> None:
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         raise InputError("the checkpoint holds no state dict: save `model.state_dict()`")
     loaded = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
-    if faults := model_faults(model.state_dict(), loaded):
+    if faults := model_faults(join_state_dict(model.state_dict()), join_state_dict(loaded)):
         raise InputError(f"the checkpoint is of another model: {faults}. Use its config")
     source, meta = Path("the checkpoint"), checkpoint.get("meta") or {}
     described = description_of(source, checkpoint).get("model_args")

@@ -68,7 +68,7 @@ class Candidate:
     def _strongest(self) -> list[tuple[Pattention, int]]:
         """Return the layers of which a token reads only some values, and their number."""
         layers = pattention_layers(self.model).items() if self.read else ()
-        shares = [(layer, self.read.get(kind_of(name))) for name, layer in layers]
+        shares = [(layer, self.read.get(kind_of(name, layer))) for name, layer in layers]
         return [(layer, _share(layer.num_used, keep)) for layer, keep in shares if keep]
 
     def flops(self) -> int:
@@ -135,9 +135,12 @@ def candidates(
             read = dict.fromkeys(kinds, keep)
             if method == "top-k":
                 made.append(Candidate(method, keep, model, read))
-            else:
-                smaller = extract(model, read) if method == "nested" else pruned(numbers)
+            elif method == "nested":
+                of_all = set(kinds) == {*KINDS}
+                smaller = extract(model, keep) if of_all else extract(model, **numbers)
                 made.append(Candidate(method, keep, smaller))
+            else:
+                made.append(Candidate(method, keep, pruned(numbers)))
     return made
 
 
@@ -161,9 +164,9 @@ def choose_counts(
     pairs: dict[tuple[str, int], int] = {}
     cost: Counter[tuple[str, int]] = Counter()  # of a pair, in multiplications for each token
     for name, layer in pattention_layers(model).items():
-        if kind_of(name) in kinds:
+        if (kind := kind_of(name, layer)) in kinds:
             block = next(int(part) for part in reversed(name.split(".")) if part.isdigit())
-            part = COUNTS[kind_of(name)], block
+            part = COUNTS[kind], block
             pairs[part] = layer.num_param_tokens
             cost[part] += layer.in_features + layer.out_features
     groups = {part: max(1, round(number / 16)) for part, number in pairs.items()}

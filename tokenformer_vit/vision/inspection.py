@@ -42,7 +42,7 @@ def token_weights(model: nn.Module, images: Tensor, layer: str) -> Tensor:
     if module.num_used == module.num_param_tokens:
         return weights
     every = weights.new_zeros(*weights.shape[:-1], module.num_param_tokens)
-    every[..., slice(module.size) if module.active is None else module.active] = weights
+    every[..., slice(module.num_used) if module.active is None else module.active] = weights
     return every
 
 

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow, open_gates
+from tokenformer_vit.growth import grow
+from tokenformer_vit.layers.pattention import join_state_dict
 from tokenformer_vit.models.compilation import BLOCKS
 from tokenformer_vit.models.sizes import at_size
 
@@ -38,7 +39,6 @@ class GrowthHook(Hook):
     Args:
         schedule: Sizes from a given time on, as ``[dict(epoch=100, num_ffn_param_tokens=1536)]``:
             the ``epoch`` or ``iteration`` finished by then, and numbers of pairs.
-        open_iters: Iterations in which ``fixed`` gates open evenly after each growth.
         new_warmup_iters: Iterations in which the rate of the newest pairs rises to its value.
         train_head: Whether the classifier is trained although ``freeze`` is given.
         **how: Other arguments of :func:`tokenformer_vit.growth.grow`.
@@ -49,7 +49,6 @@ class GrowthHook(Hook):
     def __init__(
         self,
         schedule: Sequence[Mapping[str, Any]],
-        open_iters: int = 0,
         new_warmup_iters: int = 0,
         train_head: bool = True,
         **how: Any,
@@ -57,24 +56,22 @@ class GrowthHook(Hook):
         self.schedule = [dict(event) for event in schedule]
         self.done = 0  # growths so far
         self.how = {"new_lr_scale": 1.0, **how} if new_warmup_iters else how
-        self._open_iters, self._warmup_iters = open_iters, new_warmup_iters
+        self._warmup_iters = new_warmup_iters
         self._train_head = train_head
         self._rates: list[tuple[dict[str, Any], float]] = []  # groups that warm up; their own rates
 
     def before_train(self, runner) -> None:
-        """Check that every growth of the schedule happens, and every gate opens."""
+        """Check that every growth of the schedule happens."""
         units = {"iteration"} if by_iteration(runner) else _UNITS
         if not self.schedule or any(len(units & event.keys()) != 1 for event in self.schedule):
             raise InputError(f"each entry of GrowthHook.schedule needs {' or '.join(units)}")
         times = [self._start(runner, event) for event in self.schedule]
         room = min(after - before for before, after in pairwise([*times, runner.max_iters]))
-        if room < max(1, self._open_iters):
+        if room < 1:
             raise InputError(
                 f"GrowthHook grows before iterations {times} of {runner.max_iters}, which leaves "
                 f"{room} iterations after one of them: correct its schedule, or train_cfg"
             )
-        if (self._open_iters > 0) != (self.how.get("gate") == "fixed"):
-            raise InputError("GrowthHook needs open_iters with gate='fixed', and with it alone")
         if getattr(unwrap(runner.model), "sandwich", False):
             raise InputError("a model that trains several sizes grows by `tokenformer-vit grow`")
         self.check_growths(unwrap(runner.model))
@@ -82,13 +79,11 @@ class GrowthHook(Hook):
     def check_growths(self, model: nn.Module) -> None:
         """Try all growths on a copy: a wrong size or name ends the run now."""
         trial = deepcopy(model)
-        for number, event in enumerate(self.schedule[self.done :], self.done):
-            if number and self._open_iters:
-                open_gates(trial, 1.0)  # as they are by then
+        for event in self.schedule[self.done :]:
             self.grow_model(trial, _sizes(event), 0, None)
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
-        """Grow, if a growth is due; open gates, and warm up the rate of new pairs."""
+        """Grow, if a growth is due, and warm up the rate of new pairs."""
         coming = self.schedule[self.done :]
         for event in [each for each in coming if self._start(runner, each) <= runner.iter]:
             check_finite(runner)  # growth would hide which iteration diverged
@@ -102,9 +97,6 @@ class GrowthHook(Hook):
         if not self.done:
             return
         since = runner.iter - self._start(runner, self.schedule[self.done - 1])
-        if self._open_iters:
-            for model in (unwrap(runner.model), *(each.module for each in _averages(runner))):
-                open_gates(model, min(1.0, since / self._open_iters))
         if since < self._warmup_iters:
             model, optimizer = unwrap(runner.model), runner.optim_wrapper.optimizer
             new = {part for name, part in model.named_parameters() if ".new_" in name}
@@ -180,7 +172,7 @@ def _fits(model: nn.Module, loaded: Mapping[str, Tensor]) -> bool:
     """Tell whether the blocks have the shapes of the model's; growth does not change a head."""
     own, there = (
         {name: own.shape for name, own in tensors.items() if {*BLOCKS} & {*name.split(".")}}
-        for tensors in (unwrap(model).state_dict(), loaded)
+        for tensors in map(join_state_dict, (unwrap(model).state_dict(), loaded))
     )
     return own == there
 

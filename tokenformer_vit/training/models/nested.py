@@ -1,6 +1,6 @@
 """Training of nested models: several sizes of one model in each step, by the sandwich rule."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ class NestedTraining:
     def train_sizes(self, distill: bool) -> None:
         """Train all sizes of the model, which are shares of the pairs of all layers."""
         sizes = getattr(self.sized, "sizes", ())
-        if len(sizes) < 2 or any(isinstance(size, Mapping) for size in sizes):
+        if len(sizes) < 2:
             raise InputError(
                 f"the model is to be trained at several sizes, but its sizes are {sizes or 'one'}: "
                 "give shares in the arguments of a TokenFormer, as in nested=(0.25, 0.5, 0.75)"
