@@ -180,7 +180,7 @@ def test_a_named_model_takes_the_preprocessing_of_the_file(saved, tmp_path, capl
     torch.save(saved[0].state_dict(), tmp_path / "x.pth")
     load_for_images("tokenformer_tiny", tmp_path / "x.pth", **SHAPE, **OWN)
     assert "x.pth does not describe its preprocessing: tokenformer_tiny's is used" in caplog.text
-    with pytest.raises(InputError, match=r"x\.pth names no timm model: name it with --model"):
+    with pytest.raises(InputError, match=r"x\.pth names no timm model: give its --model"):
         load_model(None, tmp_path / "x.pth")
 
 

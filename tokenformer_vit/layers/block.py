@@ -125,7 +125,7 @@ class TokenFormerBlock(nn.Module):
         return x + self.drop_path2(self.ls2(self.mlp_drop(self.mlp(self.norm2(x)))))
 
 
-def token_arguments(blocks: Sequence[Any]) -> dict[str, int | list[int]]:
+def token_arguments(blocks: Sequence[Any]) -> dict[str, Any]:
     """Return the three numbers of pairs of blocks: each an int, or a list with one for each."""
     layers = [(block.attn.query, block.attn.proj, block.mlp) for block in blocks]
     counts = [[layer.num_param_tokens for layer in kind] for kind in zip(*layers, strict=True)]

@@ -36,7 +36,6 @@ _STATE_DICTS = ("state_dict_ema", "model_ema", "state_dict", "model")
 # base of rotary positions, which users change to read longer sequences.
 _HIDDEN = ("theta", "norm", "qk_norm", "num_heads", "norm_eps", "use_rot_pos_emb", "rotary_share")
 _HIDDEN += ("nested", "nested_kinds")
-_STEM = "patch_embed.proj.weight"
 _LICENSE = "apache-2.0 # of the code; check what your data allow, and correct this line"
 
 
@@ -151,12 +150,10 @@ def load_model(
 ) -> nn.Module:
     """Build a timm model on the CPU, in evaluation mode, and load its weights strictly.
 
-    Args:
-        name: timm model, or ``local-dir:FOLDER``; None if ``checkpoint`` describes its model.
-        checkpoint: File, exported folder, or model of this package; None for random weights.
-        num_classes: Number of classes; default: that of the weights.
-        new_norm: Allow a missing ``fc_norm``, as when an MAE encoder is fine-tuned.
-        **kwargs: Arguments of the model. With ``img_size``, position embeddings are resampled.
+    ``name`` is a timm model or ``local-dir:FOLDER``; None if ``checkpoint``, a file or an exported
+    folder, describes its model. Without a checkpoint weights are random. ``kwargs`` are arguments
+    of the model; with ``img_size``, position embeddings are resampled. ``new_norm`` allows a
+    missing ``fc_norm``, as when an MAE encoder is fine-tuned.
     """
     if name is not None and name.startswith("local-dir:"):
         name, checkpoint = None, checkpoint or Path(name.removeprefix("local-dir:"))
@@ -170,10 +167,8 @@ def load_model(
     if name is None:
         name, kwargs = described.get("architecture"), {**trained, **kwargs}
     if name is None:
-        place = checkpoint or "the command"
-        raise InputError(
-            f"{place} names no timm model: name it with --model, or give an exported folder"
-        )
+        where = checkpoint or "the command"
+        raise InputError(f"{where} names no timm model: give its --model, or an exported folder")
     named = kwargs.pop("num_classes", None)
     num_classes = named if num_classes is None else num_classes
     if num_classes is None and weights:
@@ -200,14 +195,18 @@ def load_model(
         own = model.state_dict()
         if resample and "pos_embed" in own and "pos_embed" in weights:
             # Not all tensors: timm would also resample patches, to a size that nobody has trained.
-            chosen = {n: t for n, t in weights.items() if n in ("pos_embed", _STEM)}
+            chosen = {
+                n: t for n, t in weights.items() if n in ("pos_embed", "patch_embed.proj.weight")
+            }
             weights["pos_embed"] = checkpoint_filter_fn(chosen, model)["pos_embed"]
         if new_norm and "fc_norm.weight" in own and "norm.weight" in weights:
             weights = {name: each for name, each in weights.items() if not name.startswith("norm.")}
             weights |= {name: own[name] for name in own if name.startswith("fc_norm.")}
         if faults := model_faults(own, weights):
-            way = "Give the --model it was trained as, with its --model-kwargs"
-            raise InputError(f"{checkpoint} does not fit {name}: {faults}. {way}")
+            raise InputError(
+                f"{checkpoint} does not fit {name}: {faults}. Give the --model it was trained as, "
+                "with its --model-kwargs"
+            )
         model.load_state_dict(weights)
     return model.eval()
 

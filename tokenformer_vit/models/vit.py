@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from timm.layers import (
-    LayerNorm,
-    PatchDropoutWithIndices,
-    PatchEmbed,
-    RmsNorm,
-    RotaryEmbeddingCat,
-)
+from timm.layers import LayerNorm, PatchDropoutWithIndices, PatchEmbed, RmsNorm, RotaryEmbeddingCat
 from timm.models import checkpoint
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer, feature_take_indices
@@ -23,13 +17,7 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import BlockRMSNorm, TokenFormerBlock
-from tokenformer_vit.layers.arguments import (
-    COUNTS,
-    EPS,
-    Counts,
-    counts_by_block,
-    model_pattention_args,
-)
+from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block, model_pattention_args
 from tokenformer_vit.layers.block import IGNORED_TIMM_ARGUMENTS, token_arguments
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 
@@ -279,7 +267,7 @@ class TokenFormerViT(VisionTransformer):
         if not len(blocks):
             return args
         layers, shared = find_layers(blocks).values(), args["pattention_args"] or {}
-        if (eps := _common(layer.eps for layer in layers)) != shared.get("eps", EPS):
+        if (eps := _common(layer.eps for layer in layers)) != shared.get("eps", checkpoints.EPS):
             args["pattention_args"] = {**shared, "eps": eps}
         norms = [norm for block in blocks for norm in (block.norm1, block.norm2)]
         return {
