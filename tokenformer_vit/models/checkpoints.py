@@ -36,6 +36,8 @@ _STATE_DICTS = ("state_dict_ema", "model_ema", "state_dict", "model")
 # base of rotary positions, which users change to read longer sequences.
 _HIDDEN = ("theta", "norm", "qk_norm", "num_heads", "norm_eps", "use_rot_pos_emb", "rotary_share")
 _HIDDEN += ("nested", "nested_kinds")
+# Tensor of an export with these arguments as JSON: timm's checkpoint_path reads tensors alone.
+COMPUTATION = "computation"
 _LICENSE = "apache-2.0 # of the code; check what your data allow, and correct this line"
 
 
@@ -78,6 +80,7 @@ def state_dict_in(content: Mapping[str, Any], path: str | Path) -> dict[str, Ten
         names = ", ".join(map(str, list(found)[:5]))
         raise InputError(f"{path} holds no state dict, but {names}: save model.state_dict()")
     found = timm_state_dict(clean_state_dict(dict(found)))
+    found.pop(COMPUTATION, None)  # the description has it too
     wrapped = all(name.startswith("model.") for name in found)  # Lightning, TimmClassifier
     return {name.removeprefix("model.") if wrapped else name: t for name, t in found.items()}
 
@@ -137,6 +140,12 @@ def check_computation(model: nn.Module, arguments: Mapping[str, Any], source: An
                 f"{name} is {value!r}, but the weights in {source} were trained with "
                 f"{trained[name]!r}: set {way}"
             )
+
+
+def check_tensors(model: Any, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Check the arguments that an export's tensors name, before they are loaded into a model."""
+    if (saved := state_dict.pop(prefix + COMPUTATION, None)) is not None:
+        check_computation(model, json.loads(bytes(saved.tolist())), "the export")
 
 
 def load_model(
@@ -254,9 +263,9 @@ def save_model(
     description = describe_model(model, model.num_classes, label_names, data_config)
     card = folder / CARD
     with new_folder(folder) as partial:
-        tensors = {
-            name: each.contiguous() for name, each in join_state_dict(model.state_dict()).items()
-        }
+        tensors = {n: t.contiguous() for n, t in join_state_dict(model.state_dict()).items()}
+        if computation := model_computation(model):
+            tensors[COMPUTATION] = torch.tensor([*json.dumps(computation).encode()]).byte()
         save_file(tensors, partial / WEIGHTS, {"format": "pt"})
         description["sha256"] = _digest(partial / WEIGHTS)
         (partial / CONFIG).write_text(json.dumps(description, indent=2), encoding="utf-8")

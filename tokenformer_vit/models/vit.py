@@ -165,6 +165,7 @@ class TokenFormerViT(VisionTransformer):
             rate = kwargs.get("patch_drop_rate", 0.0)
             self.patch_drop = PatchDropoutWithIndices(rate, self.num_prefix_tokens)
         nest_layers(self, nested, nested_kinds)
+        self.register_load_state_dict_pre_hook(checkpoints.check_tensors)
 
     def embed(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the (B, N, C) tokens of images, and the rotary positions of their patches."""
