@@ -82,7 +82,7 @@ class MaskedLM(CausalLM):
         right, names = losses.bool(), dict(enumerate(self.sources))
         for number in map(int, source.unique()):
             name, rows = names.get(number), source == number
-            with use_pairs(self.model, self.masks.get(name, self.masks[[*self.masks][-1]])):
+            with use_pairs(self.model, self.masks.get(str(name), self.masks[[*self.masks][-1]])):
                 losses[rows], right[rows] = super()._measure(inputs[rows], source[rows])
         return losses, right
 

@@ -52,8 +52,8 @@ def extract(
     if size is None:
         counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
         wanted = counts_by_layer(layers, *counts)
-        shares = {n: wanted.get(n, each.num_param_tokens) for n, each in layers.items()}
-        for name, count in shares.items():
+        shares = dict.fromkeys(layers, 1.0)
+        for name, count in wanted.items():
             if not 1 <= count <= (have := layers[name].num_param_tokens):
                 raise InputError(f"{name} has {have} pairs and cannot be cut to {count}")
             shares[name] = count / have

@@ -152,8 +152,8 @@ class Pattention(nn.Module):
         return [part for part in parts if part is not None]
 
     @torch.jit.unused
-    def set_nested(self, sizes: Sequence[float], tau: Tensor | None = None) -> None:
-        """Give smaller shares τ (n,) of their own, by default the present ones; use all pairs."""
+    def set_nested(self, sizes: Sequence[float], tau: Sequence[Tensor] | None = None) -> None:
+        """Give smaller shares a τ () of their own, by default the present ones; use all pairs."""
         sizes = tuple(sizes)
         if not all(0 < a < b for a, b in pairwise((*sizes, 1.0))):
             raise InputError(f"nested must be rising shares between 0 and 1, but got {sizes}")

@@ -78,7 +78,7 @@ def nest_layers(
     for name, layer in layers.items():
         layer.sized = kinds is None or kind_of(name, layer) in kinds
         sizes = smaller if layer.sized else []
-        taus = torch.stack([tau_of(name, layer, s) for s in sizes]) if tau_of and sizes else None
+        taus = [tau_of(name, layer, size) for size in sizes] if tau_of else None
         layer.set_nested(sizes, taus)
 
 
