@@ -226,16 +226,14 @@ def test_no_kernel_spills_on_an_h100(tmp_path, monkeypatch):
         tensors, numbers, kept = signatures[name]
         signature = {each: "*bf16" if size == 2 else "*fp32" for each, size in tensors.items()}
         signature |= numbers | {"num_rows": "i32"}
-        layout = dict(triton_theta._layout(pairs, kept))
-        num_warps = layout.pop("num_warps")
-        constants = {"P": pairs, "PTX": True, **layout}
+        constants = triton_theta._options(pairs, kept) | {"PTX": True}
+        options = {each: constants.pop(each) for each in ("num_warps", "enable_fp_fusion")}
         source = triton.compiler.ASTSource(
             getattr(triton_theta, f"{name}_kernel"),
             signature | dict.fromkeys(constants, "constexpr"),
             constants,
             {(index,): [["tt.divisibility", 16]] for index in range(len(tensors))},
         )
-        options = {"num_warps": num_warps, "enable_fp_fusion": True}
         kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         binary = tmp_path / "kernel.cubin"
         binary.write_bytes(kernel.asm["cubin"])

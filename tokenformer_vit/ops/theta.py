@@ -1,13 +1,11 @@
 """Θ, the normalised activation of Pattention: all published variants, and facts about them.
 
-:data:`THETAS` is the only place that lists variants.
-
-A variant maps the scores A (..., P) of input tokens against P parameter tokens to weights of the
-same shape and dtype, and normalises each row over its P entries, except ``gelu`` and ``gelu_tanh``.
-Each function has the signature ``(scores, tau, eps) -> weights``, and TorchScript must be able to
-compile it. ``tau`` is 0-dim, the stored scale of the layer. ``eps`` is added to the divisor of a
-row, relative to ``tau``: it keeps the weights and gradients of a row of zeros finite. With 0 the
-formulas are the authors' released ones, which divide zero by zero there.
+A variant is a function ``(scores, tau, eps) -> weights`` that TorchScript can compile. It maps the
+scores A (..., P) of input tokens against P parameter tokens to weights of the same shape and dtype,
+and normalises each row over its P entries, except ``gelu`` and ``gelu_tanh``. ``tau`` is 0-dim, the
+stored scale of the layer. ``eps`` is added to the divisor of a row, relative to ``tau``: it keeps
+the weights and gradients of a row of zeros finite. With 0 the formulas are the authors' released
+ones, which divide zero by zero there.
 
 Note:
     Everything between reading the scores and rounding the result once is float32 (float64 for
@@ -83,11 +81,10 @@ class Theta(NamedTuple):
 
     Args:
         weights: Function from scores to weights.
-        norm_order: 1 or 2, the p of the Lₚ norm that a row is divided by. Its p-th power is a sum
-            over pairs. When pairs go, τᵖ must follow this sum to keep the weights of the others.
-            0 for no norm: then τ is 1 for any number of pairs, and has no effect.
-        normalizes_scores: True if this norm is of the scores A, before the activation; False if it
-            is of the activation. If True, the scale of the keys does not change the weights.
+        norm_order: p of the Lₚ norm that a row is divided by, 1 or 2; 0 for no norm, where τ has no
+            effect. When pairs go, τᵖ must follow the sum of p-th powers to keep other weights.
+        normalizes_scores: Whether this norm is of the scores, before the activation. Then the scale
+            of the keys does not change the weights.
         second_moment: E[Θ(A)²] of a weight for standard normal scores and the default τ. The
             variance of an output is P · E[Θ²] · Var[V].
     """
@@ -106,7 +103,7 @@ THETAS = {
     "gelu": Theta(gelu, 0, False, 0.42522),
     "gelu_tanh": Theta(gelu_tanh, 0, False, 0.42519),
 }
-"""Every variant by name."""
+"""Every variant by name. No other place lists them."""
 
 
 def find_theta(name: str) -> Theta:
@@ -122,18 +119,16 @@ def theta_weights(scores: Tensor, theta: str, tau: Tensor, eps: float) -> Tensor
 
 
 def norm_shares(scores: Tensor, weights: Tensor, theta: str) -> Tensor:
-    """Return the share of each pair in the sum of p-th powers that Θ divides a row by.
+    """Return the (..., P) shares of pairs in the sum of p-th powers of a row's norm.
 
-    The (..., P) shares of scores and their weights sum to 1; they are all 0 if the sum is 0, or if
-    there is no norm.
+    They sum to 1, or are all 0 if the norm is 0 or there is none.
     """
     variant = find_theta(theta)
     if not variant.norm_order:
         return torch.zeros_like(weights)
     normed = scores if variant.normalizes_scores else weights
     powers = normed.abs() ** variant.norm_order
-    tiny = torch.finfo(powers.dtype).tiny
-    return powers / powers.sum(dim=-1, keepdim=True).clamp(min=tiny)
+    return powers / powers.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(powers.dtype).tiny)
 
 
 def default_tau(theta: str, num_param_tokens: int) -> float:

@@ -26,12 +26,8 @@ MAX_PARAM_TOKENS = 16384  # the backward of a longer row would spill many regist
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PLAIN = (Tensor, nn.Parameter)
 
-
-def _kernel(function):
-    if triton is None:
-        return function
-    # A kernel works for any number of rows and need not be compiled for each.
-    return triton.jit(do_not_specialize=["num_rows"])(function)
+# A kernel works for any number of rows and need not be compiled for each.
+_kernel: Any = triton.jit(do_not_specialize=["num_rows"]) if triton else lambda function: function
 
 
 @_kernel
@@ -45,11 +41,12 @@ def _fast(name: tl.constexpr, x, PTX: tl.constexpr):
 
 
 @_kernel
-def _density_and_tail(z, PTX: tl.constexpr):
-    """Return the density φ(z) of the normal distribution and its tail 1 - Φ(|z|).
+def _gelu(z, PTX: tl.constexpr):
+    """Return gelu(z) and its slope; the compiler leaves out the one that is not used.
 
-    Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.17 (for erf, 7.1.26), has this
-    form with five terms and an error of 7.5e-8 in Φ, which is visible in float32. These six terms
+    Both need the density φ(z) of the normal distribution and its tail 1 - Φ(|z|). Abramowitz and
+    Stegun, Handbook of Mathematical Functions, 26.2.17 (for erf, 7.1.26), has this form of the tail
+    with five terms and an error of 7.5e-8 in Φ, which is visible in float32. These six terms
     minimise the maximum of max(1, |z|) times the error: 1.2e-8.
     """
     # exp(-z²/2) / √(2π); the constants are log2(e) / 2 and log2(√(2π)).
@@ -60,38 +57,19 @@ def _density_and_tail(z, PTX: tl.constexpr):
     ratio = tl.fma(t, ratio, 0.827735057)
     ratio = tl.fma(t, ratio, 0.109281564)
     ratio = tl.fma(t, ratio, 0.294713013) * t
-    return density, ratio * density
-
-
-@_kernel
-def _block(start: tl.constexpr, size: tl.constexpr, rows, there, P: tl.constexpr):
-    """Return the offsets of columns in these rows, and which of them are no padding."""
-    columns = start + tl.arange(0, size)[None, :]
-    inside = there if start + size <= P else there & (columns < P)
-    return rows * P + columns, inside
-
-
-@_kernel
-def _load(tensor, offsets, inside):
-    return tl.load(tensor + offsets, mask=inside, other=0.0).to(tl.float32)
-
-
-@_kernel
-def _weigh(a, factor, weights, offsets, inside, PTX: tl.constexpr):
-    z = a * factor
-    tail = _density_and_tail(z, PTX)[1]
-    # zΦ(z) is max(z, 0) - |z| (1 - Φ(|z|)) for either sign of z.
-    w = tl.fma(-tl.abs(z), tail, tl.maximum(z, 0.0))
-    tl.store(weights + offsets, w.to(weights.dtype.element_ty), mask=inside)
-
-
-@_kernel
-def _differentiate(scores, grad, factor, offsets, inside, PTX: tl.constexpr):
-    """Return z and g = gelu'(z) dw of a block."""
-    z = _load(scores, offsets, inside) * factor
-    density, tail = _density_and_tail(z, PTX)
+    tail = ratio * density
     slope = tl.fma(z, density, tl.where(z < 0, tail, 1.0 - tail))  # Φ(z) + zφ(z)
-    return z, _load(grad, offsets, inside) * slope
+    # zΦ(z) is max(z, 0) - |z| (1 - Φ(|z|)) for either sign of z.
+    return tl.fma(-tl.abs(z), tail, tl.maximum(z, 0.0)), slope
+
+
+@_kernel
+def _read(scores, start: tl.constexpr, size: tl.constexpr, rows, there, P: tl.constexpr):
+    """Return the offsets of some columns, which of them are no padding, and their scores."""
+    columns = start + tl.arange(0, size)[None, :]
+    offsets = rows * P + columns
+    inside = there if start + size <= P else there & (columns < P)
+    return offsets, inside, tl.load(scores + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
 @_kernel
@@ -103,20 +81,19 @@ def forward_kernel(
     """Write weights (R, P) and factors (R, 1), ROWS rows in each program."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # R · P may be > 2³¹
     there = rows < num_rows
-    left, in_left = _block(0, LEFT, rows, there, P)
-    a_left = _load(scores, left, in_left)
+    left, in_left, a_left = _read(scores, 0, LEFT, rows, there, P)
     total = tl.sum(a_left * a_left, axis=1, keep_dims=True)
     if RIGHT > 0:
-        right, in_right = _block(LEFT, RIGHT, rows, there, P)
-        a_right = _load(scores, right, in_right)
+        right, in_right, a_right = _read(scores, LEFT, RIGHT, rows, there, P)
         total += tl.sum(a_right * a_right, axis=1, keep_dims=True)
     t = tl.load(tau).to(tl.float32)
     # Before 2.15, PyTorch's compiled code passes numbers in 64 bits.
     factor = tl.rsqrt(total / (t * t) + tl.cast(eps, tl.float32))
     tl.store(factors + rows, factor, mask=there)
-    _weigh(a_left, factor, weights, left, in_left, PTX)
+    dtype = weights.dtype.element_ty
+    tl.store(weights + left, _gelu(a_left * factor, PTX)[0].to(dtype), mask=in_left)
     if RIGHT > 0:
-        _weigh(a_right, factor, weights, right, in_right, PTX)
+        tl.store(weights + right, _gelu(a_right * factor, PTX)[0].to(dtype), mask=in_right)
 
 
 @_kernel
@@ -128,13 +105,15 @@ def backward_kernel(
     """Write the gradient of the scores (R, P), and for that of τ the dot products g · z (R, 1)."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # R · P may be > 2³¹
     there = rows < num_rows
-    factor = _load(factors, rows, there)
-    left, in_left = _block(0, LEFT, rows, there, P)
-    z_left, g_left = _differentiate(scores, grad, factor, left, in_left, PTX)
+    factor = tl.load(factors + rows, mask=there, other=0.0)
+    left, in_left, a_left = _read(scores, 0, LEFT, rows, there, P)
+    z_left = a_left * factor
+    g_left = tl.load(grad + left, mask=in_left, other=0.0) * _gelu(z_left, PTX)[1]
     dot = tl.sum(g_left * z_left, axis=1, keep_dims=True)
     if RIGHT > 0:
-        right, in_right = _block(LEFT, RIGHT, rows, there, P)
-        z_right, g_right = _differentiate(scores, grad, factor, right, in_right, PTX)
+        right, in_right, a_right = _read(scores, LEFT, RIGHT, rows, there, P)
+        z_right = a_right * factor
+        g_right = tl.load(grad + right, mask=in_right, other=0.0) * _gelu(z_right, PTX)[1]
         dot += tl.sum(g_right * z_right, axis=1, keep_dims=True)
     t = tl.load(tau).to(tl.float32)
     tl.store(dots + rows, dot, mask=there)
@@ -148,7 +127,6 @@ def backward_kernel(
 # With TRITON_INTERPRET=1 a kernel has another type, which PyTorch cannot trace, and runs on a CPU.
 _INTERPRETED = triton is not None and not isinstance(forward_kernel, triton.JITFunction)
 _PTX = not _INTERPRETED and torch.version.cuda is not None
-_operation: Any = custom_op if _INTERPRETED else triton_op
 DEVICE = "cpu" if _INTERPRETED else "cuda"
 _ENABLED = triton is not None and os.environ.get("TOKENFORMER_TRITON") != "0"
 
@@ -164,7 +142,7 @@ def serves(scores: Tensor) -> bool:
 
 
 @functools.cache
-def _layout(num_param_tokens: int, kept: int) -> dict[str, int]:
+def _options(num_param_tokens: int, kept: int) -> dict[str, int]:
     """Choose blocks of a row, rows of a program, and warps; ``kept`` are values an element."""
     left = 1 << (num_param_tokens.bit_length() - 1)
     rest = num_param_tokens - left
@@ -176,8 +154,9 @@ def _layout(num_param_tokens: int, kept: int) -> dict[str, int]:
     elements = 1024 // kept
     rows = min(64, elements // left) if left < 256 else 1
     warps = max(1, rows * (left + right) // elements)
-    num_warps = 1 << (warps.bit_length() - 1)
-    return {"LEFT": left, "RIGHT": right, "ROWS": rows, "num_warps": num_warps}
+    options = {"P": num_param_tokens, "LEFT": left, "RIGHT": right, "ROWS": rows, "PTX": _PTX}
+    options["enable_fp_fusion"] = True  # the default depends on the version of Triton
+    return options | {"num_warps": 1 << (warps.bit_length() - 1)}
 
 
 def _launch(kernel: Any, kept: int, scores: Tensor, *others: Any) -> None:
@@ -185,10 +164,8 @@ def _launch(kernel: Any, kept: int, scores: Tensor, *others: Any) -> None:
     num_param_tokens = int(scores.shape[-1])
     if not (num_rows := scores.numel() // num_param_tokens):
         return
-    layout = _layout(num_param_tokens, kept)
-    programs = -(-num_rows // layout["ROWS"])
-    options = {"P": num_param_tokens, "PTX": _PTX, **layout}
-    options["enable_fp_fusion"] = True  # the default depends on the version of Triton
+    options = _options(num_param_tokens, kept)
+    programs = -(-num_rows // options["ROWS"])
     run = kernel if _INTERPRETED or type(scores) in _PLAIN else wrap_triton(kernel)
     with torch.cuda.device_of(scores):  # Triton launches on the current device
         run[(programs,)](scores, *others, num_rows, **options)
@@ -200,6 +177,15 @@ def _empty(scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(scores, memory_format=torch.contiguous_format), rows
 
 
+def _operation(function: Any) -> Any:
+    """Let code that is compiled call an operation, which costs the host 7 times a function."""
+    register: Any = custom_op if _INTERPRETED else triton_op
+    traced = register(f"tokenformer_vit::{function.__name__}", mutates_args=())(function)
+    traced.register_fake(_empty)
+    return lambda *inputs: (traced if torch.compiler.is_compiling() else function)(*inputs)
+
+
+@_operation
 def gelu_l2(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Compute the weights (..., P) of scores (..., P), and the factors (..., 1) of their rows."""
     weights, factors = _empty(scores)
@@ -207,6 +193,7 @@ def gelu_l2(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return weights, factors
 
 
+@_operation
 def gelu_l2_backward(
     scores: Tensor, tau: Tensor, factors: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -215,10 +202,3 @@ def gelu_l2_backward(
     others = factors.contiguous(), grad.contiguous(), grad_scores, dots
     _launch(backward_kernel, 2, scores.contiguous(), tau, *others)
     return grad_scores, dots
-
-
-# For code that is compiled. A call of an operation costs the host 7 times as much as of a function.
-traced_gelu_l2 = _operation("tokenformer_vit::gelu_l2", mutates_args=())(gelu_l2)
-traced_gelu_l2.register_fake(_empty)
-traced_backward = _operation("tokenformer_vit::gelu_l2_backward", mutates_args=())(gelu_l2_backward)
-traced_backward.register_fake(_empty)
