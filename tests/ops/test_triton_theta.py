@@ -214,31 +214,21 @@ def test_no_kernel_spills_on_an_h100(tmp_path, monkeypatch):
         pytest.skip("this build of Triton has no cuobjdump")
     from triton.backends.compiler import GPUTarget
 
-    signatures = {
-        "forward": ({"scores": 2, "tau": 4, "weights": 2, "factors": 4}, {"eps": "fp32"}, 1),
-        "backward": (
-            {"scores": 2, "tau": 4, "factors": 4, "grad": 2, "grad_scores": 2, "dots": 4},
-            {},
-            2,
-        ),
-    }
-    for name, pairs in itertools.product(signatures, pairs_of_the_presets()):
-        tensors, numbers, kept = signatures[name]
-        signature = {each: "*bf16" if size == 2 else "*fp32" for each, size in tensors.items()}
-        signature |= numbers | {"num_rows": "i32"}
-        constants = triton_theta._options(pairs, kept) | {"PTX": True}
+    kept = {triton_theta.forward_kernel: 1, triton_theta.backward_kernel: 2}
+    types = dict.fromkeys(("scores", "weights", "grad", "grad_scores"), "*bf16")
+    types |= dict.fromkeys(("tau", "factors", "dots"), "*fp32") | {"eps": "fp32", "num_rows": "i32"}
+    for kernel, pairs in itertools.product(kept, pairs_of_the_presets()):
+        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+        pointers = [place for place, kind in enumerate(signature.values()) if kind[0] == "*"]
+        constants = triton_theta._options(pairs, kept[kernel]) | {"PTX": True}
         options = {each: constants.pop(each) for each in ("num_warps", "enable_fp_fusion")}
-        source = triton.compiler.ASTSource(
-            getattr(triton_theta, f"{name}_kernel"),
-            signature | dict.fromkeys(constants, "constexpr"),
-            constants,
-            {(index,): [["tt.divisibility", 16]] for index in range(len(tensors))},
-        )
-        kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        aligned = {(place,): [["tt.divisibility", 16]] for place in pointers}
+        source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         binary = tmp_path / "kernel.cubin"
-        binary.write_bytes(kernel.asm["cubin"])
+        binary.write_bytes(compiled.asm["cubin"])
         command = [cuobjdump, "--dump-resource-usage", binary]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         spilled = sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage)))
-        print(name, pairs, *re.findall(r"REG:\d+", usage))
-        assert not spilled, f"{name} of {pairs} pairs"
+        print(kernel.__name__, pairs, *re.findall(r"REG:\d+", usage))
+        assert not spilled, f"{kernel.__name__} of {pairs} pairs"

@@ -2,10 +2,9 @@
 
 A variant is a function ``(scores, tau, eps) -> weights`` that TorchScript can compile. It maps the
 scores A (..., P) of input tokens against P parameter tokens to weights of the same shape and dtype,
-and normalises each row over its P entries, except ``gelu`` and ``gelu_tanh``. ``tau`` is 0-dim, the
-stored scale of the layer. ``eps`` is added to the divisor of a row, relative to ``tau``: it keeps
-the weights and gradients of a row of zeros finite. With 0 the formulas are the authors' released
-ones, which divide zero by zero there.
+and normalises each row over its P entries. ``tau`` is 0-dim, the stored scale of the layer. ``eps``
+is added to the divisor of a row, relative to ``tau``: it keeps weights and gradients of a row of
+zeros finite. With 0 the formulas are the released ones, which divide zero by zero there.
 
 Note:
     Everything between reading the scores and rounding the result once is float32 (float64 for
@@ -15,7 +14,6 @@ Note:
 Source:
     TokenFormer, arXiv:2410.23168: Eq. 5 and 6 for the definition, Table 4 for the variants. The
     factor of ``softmax`` and the post-normalised form come from the authors' language code.
-    ``gelu`` and ``gelu_tanh`` are ours: with them a Transformer's layers are Pattention layers.
 """
 
 import math
@@ -67,7 +65,7 @@ def _gelu(a: Tensor) -> Tensor:
 
 
 def gelu(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
-    """GELU without a norm over pairs, which ignores τ and eps."""
+    """GELU without a norm, τ or eps; ours, as with it a Transformer's layers are Pattention."""
     return F.gelu(scores)  # PyTorch computes it in float32 and rounds once
 
 
@@ -77,7 +75,7 @@ def gelu_tanh(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
 
 
 class Theta(NamedTuple):
-    """Facts about one Θ variant.
+    """Facts about one Θ variant; ``THETAS`` alone lists the variants by name.
 
     Args:
         weights: Function from scores to weights.
@@ -103,7 +101,6 @@ THETAS = {
     "gelu": Theta(gelu, 0, False, 0.42522),
     "gelu_tanh": Theta(gelu_tanh, 0, False, 0.42519),
 }
-"""Every variant by name. No other place lists them."""
 
 
 def find_theta(name: str) -> Theta:
@@ -119,10 +116,7 @@ def theta_weights(scores: Tensor, theta: str, tau: Tensor, eps: float) -> Tensor
 
 
 def norm_shares(scores: Tensor, weights: Tensor, theta: str) -> Tensor:
-    """Return the (..., P) shares of pairs in the sum of p-th powers of a row's norm.
-
-    They sum to 1, or are all 0 if the norm is 0 or there is none.
-    """
+    """Return the (..., P) shares of pairs in the p-th power of a row's norm; 0 without a norm."""
     variant = find_theta(theta)
     if not variant.norm_order:
         return torch.zeros_like(weights)
@@ -134,8 +128,7 @@ def norm_shares(scores: Tensor, weights: Tensor, theta: str) -> Tensor:
 def default_tau(theta: str, num_param_tokens: int) -> float:
     """Return the initial τ of a layer with P pairs: P under an L1 norm, √P under L2, else 1.
 
-    A layer keeps its τ from then on. A τ that followed P while a model grows would change what
-    the model computes (arXiv:2410.23168v2, Appendix B).
+    A layer keeps it. One that followed P would change a growing model (2410.23168v2, Appendix B).
     """
     order = find_theta(theta).norm_order
     return float(num_param_tokens) ** (1 / order) if order else 1.0

@@ -43,14 +43,12 @@ class GeluL2(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Compute the gradients of scores and τ, by operations that have derivatives again."""
         scores, tau, factor = ctx.saved_tensors
-        differentiable = torch.is_grad_enabled()
         on_gpu = scores.device.type == triton_theta.DEVICE and triton_theta.serves(scores)
-        if on_gpu and not differentiable and not plain_only():
-            inputs = scores, tau, factor, grad.to(scores.dtype)
-            grad_scores, dot = triton_theta.gelu_l2_backward(*inputs)
+        if on_gpu and not torch.is_grad_enabled() and not plain_only():
+            grad_scores, dot = triton_theta.gelu_l2_backward(scores, tau, factor, grad)
         else:
             square = tau.to(factor.dtype).square()
-            if differentiable:  # the kept factor is a constant, which has no derivative
+            if torch.is_grad_enabled():  # the kept factor is a constant, which has no derivative
                 sums = scores.to(factor.dtype).square().sum(dim=-1, keepdim=True)
                 factor = (sums / square + ctx.eps).rsqrt()
             z = scores * factor

@@ -1,8 +1,7 @@
 """Θ ``gelu_l2`` and its gradient in two Triton kernels, for NVIDIA GPUs.
 
 Each kernel reads a row once, holds it in registers, and writes its result once. A row of P entries
-is split into two power-of-two blocks where that pads less: 576 = 512 + 64 leaves no idle lane, but
-a single block would be padded to 1024.
+is split into two power-of-two blocks where that pads less: 576 = 512 + 64, not one block of 1024.
 """
 
 # pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false, reportOperatorIssue=false
@@ -23,7 +22,6 @@ except ImportError:  # PyTorch for CPUs and for Windows comes without it
     triton = None
 
 MAX_PARAM_TOKENS = 16384  # the backward of a longer row would spill many registers
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PLAIN = (Tensor, nn.Parameter)
 
 # A kernel works for any number of rows and need not be compiled for each.
@@ -74,9 +72,8 @@ def _read(scores, start: tl.constexpr, size: tl.constexpr, rows, there, P: tl.co
 
 @_kernel
 def forward_kernel(
-    scores, tau, weights, factors, eps, num_rows,
-    P: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
-    PTX: tl.constexpr,
+    scores, tau, eps, weights, factors, num_rows,
+    P: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr
 ):  # fmt: skip
     """Write weights (R, P) and factors (R, 1), ROWS rows in each program."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # R · P may be > 2³¹
@@ -99,8 +96,7 @@ def forward_kernel(
 @_kernel
 def backward_kernel(
     scores, tau, factors, grad, grad_scores, dots, num_rows,
-    P: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
-    PTX: tl.constexpr,
+    P: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr
 ):  # fmt: skip
     """Write the gradient of the scores (R, P), and for that of τ the dot products g · z (R, 1)."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # R · P may be > 2³¹
@@ -126,7 +122,6 @@ def backward_kernel(
 
 # With TRITON_INTERPRET=1 a kernel has another type, which PyTorch cannot trace, and runs on a CPU.
 _INTERPRETED = triton is not None and not isinstance(forward_kernel, triton.JITFunction)
-_PTX = not _INTERPRETED and torch.version.cuda is not None
 DEVICE = "cpu" if _INTERPRETED else "cuda"
 _ENABLED = triton is not None and os.environ.get("TOKENFORMER_TRITON") != "0"
 
@@ -135,7 +130,7 @@ def serves(scores: Tensor) -> bool:
     """Return whether the kernels take these scores, which are on ``DEVICE``."""
     return (
         _ENABLED
-        and scores.dtype in _DTYPES
+        and scores.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and scores.shape[-1] <= MAX_PARAM_TOKENS
         and type(scores) in _PLAIN  # a fake or sharded tensor has not the memory that it shows
     )
@@ -154,27 +149,28 @@ def _options(num_param_tokens: int, kept: int) -> dict[str, int]:
     elements = 1024 // kept
     rows = min(64, elements // left) if left < 256 else 1
     warps = max(1, rows * (left + right) // elements)
-    options = {"P": num_param_tokens, "LEFT": left, "RIGHT": right, "ROWS": rows, "PTX": _PTX}
+    options = {"P": num_param_tokens, "LEFT": left, "RIGHT": right, "ROWS": rows}
+    options["PTX"] = not _INTERPRETED and torch.version.cuda is not None
     options["enable_fp_fusion"] = True  # the default depends on the version of Triton
     return options | {"num_warps": 1 << (warps.bit_length() - 1)}
-
-
-def _launch(kernel: Any, kept: int, scores: Tensor, *others: Any) -> None:
-    # A program is compiled for one P, but any number of rows, which may be symbolic here.
-    num_param_tokens = int(scores.shape[-1])
-    if not (num_rows := scores.numel() // num_param_tokens):
-        return
-    options = _options(num_param_tokens, kept)
-    programs = -(-num_rows // options["ROWS"])
-    run = kernel if _INTERPRETED or type(scores) in _PLAIN else wrap_triton(kernel)
-    with torch.cuda.device_of(scores):  # Triton launches on the current device
-        run[(programs,)](scores, *others, num_rows, **options)
 
 
 def _empty(scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Return memory for a number for each score, and for a float32 number for each row."""
     rows = scores.new_empty((*scores.shape[:-1], 1), dtype=torch.float32)
     return torch.empty_like(scores, memory_format=torch.contiguous_format), rows
+
+
+def _launch(kernel: Any, kept: int, scores: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    outputs = _empty(scores)
+    # A program is compiled for one P, but any number of rows, which may be symbolic here.
+    options = _options(int(scores.shape[-1]), kept)
+    if num_rows := scores.numel() // options["P"]:
+        programs = -(-num_rows // options["ROWS"])
+        run = kernel if _INTERPRETED or type(scores) in _PLAIN else wrap_triton(kernel)
+        with torch.cuda.device_of(scores):  # Triton launches on the current device
+            run[(programs,)](scores.contiguous(), *inputs, *outputs, num_rows, **options)
+    return outputs
 
 
 def _operation(function: Any) -> Any:
@@ -188,9 +184,7 @@ def _operation(function: Any) -> Any:
 @_operation
 def gelu_l2(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Compute the weights (..., P) of scores (..., P), and the factors (..., 1) of their rows."""
-    weights, factors = _empty(scores)
-    _launch(forward_kernel, 1, scores.contiguous(), tau, weights, factors, eps)
-    return weights, factors
+    return _launch(forward_kernel, 1, scores, tau, eps)
 
 
 @_operation
@@ -198,7 +192,4 @@ def gelu_l2_backward(
     scores: Tensor, tau: Tensor, factors: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradient (..., P) of scores, and the dot products g · z (..., 1)."""
-    grad_scores, dots = _empty(scores)
-    others = factors.contiguous(), grad.contiguous(), grad_scores, dots
-    _launch(backward_kernel, 2, scores.contiguous(), tau, *others)
-    return grad_scores, dots
+    return _launch(backward_kernel, 2, scores, tau, factors.contiguous(), grad.contiguous())
