@@ -115,8 +115,9 @@ def test_gradients_of_an_operation(device, compiled):
     wide = scores.detach().double().requires_grad_(), tau.detach().double().requires_grad_()
     expected = run(lambda s, t: theta_weights(s, "gelu_l2", t, EPS), *wide, upstream.double())
     if compiled:
-        backend = "aot_eager" if device == "cpu" else "inductor"
-        op = torch.compile(op, fullgraph=True, backend=backend)
+        op = torch.compile(
+            op, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor"
+        )
     for ours, exact in zip(run(op, scores, tau, upstream), expected, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)
 
@@ -132,7 +133,6 @@ def test_registration(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 def test_a_layer_on_a_gpu_uses_the_kernels_and_waits_for_nothing():
     layer = Pattention(48, 48, 576).to("cuda", torch.bfloat16)
     x = torch.randn(197, 48, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -152,7 +152,6 @@ def test_a_layer_on_a_gpu_uses_the_kernels_and_waits_for_nothing():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 def test_more_than_two_to_the_31_elements():
     if torch.cuda.get_device_properties(0).total_memory < 24 * 2**30:
         pytest.skip("needs 24 GiB")
@@ -163,45 +162,34 @@ def test_more_than_two_to_the_31_elements():
     assert torch.equal(weights[-197:], gelu_l2(last, tau, EPS)[0])
 
 
-def test_an_environment_variable_switches_the_kernels_off():
+def test_what_kernels_do_not_serve():
+    if triton_theta._ENABLED:
+        assert triton_theta.serves(torch.empty(5, 8))
+    assert not triton_theta.serves(torch.empty(5, 8).double())
+    assert not triton_theta.serves(torch.empty(1, triton_theta.MAX_PARAM_TOKENS + 1))
+    with FakeTensorMode():  # has no memory of its own
+        assert not triton_theta.serves(torch.empty(5, 8))
     code = "from tokenformer_vit.ops.triton_theta import *; print(serves(torch.empty(5, 8)))"
     environment = {**os.environ, "TOKENFORMER_TRITON": "0"}
     command = [sys.executable, "-c", code]
     assert subprocess.check_output(command, env=environment, text=True).strip() == "False"
 
 
-def test_tensors_without_memory_of_their_own_are_refused():
-    if triton_theta._ENABLED:
-        assert triton_theta.serves(torch.empty(5, 8))
-    assert not triton_theta.serves(torch.empty(5, 8).double())
-    assert not triton_theta.serves(torch.empty(1, triton_theta.MAX_PARAM_TOKENS + 1))
-    with FakeTensorMode():
-        assert not triton_theta.serves(torch.empty(5, 8))
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="is the process that it starts")
 def test_in_the_interpreter(seed):
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "SEED": str(seed), "PYTEST_ADDOPTS": ""}
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        cwd=Path(tokenformer_vit.__file__).parents[1],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    root = Path(tokenformer_vit.__file__).parents[1]
+    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def pairs_of_the_presets():
-    counts = set()
-    for name in timm.list_models("tokenformer*"):
-        with torch.device("meta"):
-            modules = timm.create_model(name).modules()
-        counts |= {each.num_param_tokens for each in modules if isinstance(each, Pattention)}
-    return sorted(counts)
+    with torch.device("meta"):
+        models = [timm.create_model(name) for name in timm.list_models("tokenformer*")]
+    modules = [module for model in models for module in model.modules()]
+    return sorted({each.num_param_tokens for each in modules if isinstance(each, Pattention)})
 
 
 @pytest.mark.slow
@@ -214,33 +202,21 @@ def test_no_kernel_spills_on_an_h100(tmp_path, monkeypatch):
         pytest.skip("this build of Triton has no cuobjdump")
     from triton.backends.compiler import GPUTarget
 
-    signatures = {
-        "forward": ({"scores": 2, "tau": 4, "weights": 2, "factors": 4}, {"eps": "fp32"}, 1),
-        "backward": (
-            {"scores": 2, "tau": 4, "factors": 4, "grad": 2, "grad_scores": 2, "dots": 4},
-            {},
-            2,
-        ),
-    }
-    for name, pairs in itertools.product(signatures, pairs_of_the_presets()):
-        tensors, numbers, kept = signatures[name]
-        signature = {each: "*bf16" if size == 2 else "*fp32" for each, size in tensors.items()}
-        signature |= numbers | {"num_rows": "i32"}
-        layout = dict(triton_theta._layout(pairs, kept))
-        num_warps = layout.pop("num_warps")
-        constants = {"P": pairs, "PTX": True, **layout}
-        source = triton.compiler.ASTSource(
-            getattr(triton_theta, f"{name}_kernel"),
-            signature | dict.fromkeys(constants, "constexpr"),
-            constants,
-            {(index,): [["tt.divisibility", 16]] for index in range(len(tensors))},
-        )
-        options = {"num_warps": num_warps, "enable_fp_fusion": True}
-        kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    kept = {triton_theta.forward_kernel: 1, triton_theta.backward_kernel: 2}
+    types = dict.fromkeys(("scores", "weights", "grad", "grad_scores"), "*bf16")
+    types |= dict.fromkeys(("tau", "factors", "dots"), "*fp32") | {"eps": "fp32", "num_rows": "i32"}
+    for kernel, pairs in itertools.product(kept, pairs_of_the_presets()):
+        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+        pointers = [place for place, kind in enumerate(signature.values()) if kind[0] == "*"]
+        constants = triton_theta._options(pairs, kept[kernel]) | {"PTX": True}
+        options = {each: constants.pop(each) for each in ("num_warps", "enable_fp_fusion")}
+        aligned = {(place,): [["tt.divisibility", 16]] for place in pointers}
+        source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         binary = tmp_path / "kernel.cubin"
-        binary.write_bytes(kernel.asm["cubin"])
+        binary.write_bytes(compiled.asm["cubin"])
         command = [cuobjdump, "--dump-resource-usage", binary]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         spilled = sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage)))
-        print(name, pairs, *re.findall(r"REG:\d+", usage))
-        assert not spilled, f"{name} of {pairs} pairs"
+        print(kernel.__name__, pairs, *re.findall(r"REG:\d+", usage))
+        assert not spilled, f"{kernel.__name__} of {pairs} pairs"

@@ -10,7 +10,3 @@ from .theta import THETAS, Theta, default_tau, find_theta, norm_shares
 
 __all__ = ["THETAS", "Theta", "default_tau", "find_theta", "layer_norm", "norm_shares"]
 __all__ += ["pattention"]
-
-
-def check_backend(backend: str) -> None:  # temporary: models/vit.py imports it
-    """Do nothing."""

@@ -31,9 +31,8 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def stored_once(numbers: Tensor) -> Tensor:
-    """Let code compiled for a CPU compute the (..., 1) numbers of rows once for each row.
+    """Let code compiled for a CPU store the (..., 1) numbers of rows, for ``as_strided`` to read.
 
-    Otherwise it repeats their roots and divisions for every 16 or 32 elements of the row. It stores
-    what ``as_strided`` reads.
+    Otherwise it repeats their roots and divisions for every 16 or 32 elements of the row.
     """
     return numbers.as_strided(numbers.shape, numbers.stride())

@@ -1,13 +1,10 @@
 """Θ, the normalised activation of Pattention: all published variants, and facts about them.
 
-:data:`THETAS` is the only place that lists variants.
-
-A variant maps the scores A (..., P) of input tokens against P parameter tokens to weights of the
-same shape and dtype, and normalises each row over its P entries, except ``gelu`` and ``gelu_tanh``.
-Each function has the signature ``(scores, tau, eps) -> weights``, and TorchScript must be able to
-compile it. ``tau`` is 0-dim, the stored scale of the layer. ``eps`` is added to the divisor of a
-row, relative to ``tau``: it keeps the weights and gradients of a row of zeros finite. With 0 the
-formulas are the authors' released ones, which divide zero by zero there.
+A variant is a function ``(scores, tau, eps) -> weights`` that TorchScript can compile. It maps the
+scores A (..., P) of input tokens against P parameter tokens to weights of the same shape and dtype,
+and normalises each row over its P entries. ``tau`` is 0-dim, the stored scale of the layer. ``eps``
+is added to the divisor of a row, relative to ``tau``: it keeps weights and gradients of a row of
+zeros finite. With 0 the formulas are the released ones, which divide zero by zero there.
 
 Note:
     Everything between reading the scores and rounding the result once is float32 (float64 for
@@ -17,7 +14,6 @@ Note:
 Source:
     TokenFormer, arXiv:2410.23168: Eq. 5 and 6 for the definition, Table 4 for the variants. The
     factor of ``softmax`` and the post-normalised form come from the authors' language code.
-    ``gelu`` and ``gelu_tanh`` are ours: with them a Transformer's layers are Pattention layers.
 """
 
 import math
@@ -69,7 +65,7 @@ def _gelu(a: Tensor) -> Tensor:
 
 
 def gelu(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
-    """GELU without a norm over pairs, which ignores τ and eps."""
+    """GELU without a norm, τ or eps; ours, as with it a Transformer's layers are Pattention."""
     return F.gelu(scores)  # PyTorch computes it in float32 and rounds once
 
 
@@ -79,15 +75,14 @@ def gelu_tanh(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
 
 
 class Theta(NamedTuple):
-    """Facts about one Θ variant.
+    """Facts about one Θ variant; ``THETAS`` alone lists the variants by name.
 
     Args:
         weights: Function from scores to weights.
-        norm_order: 1 or 2, the p of the Lₚ norm that a row is divided by. Its p-th power is a sum
-            over pairs. When pairs go, τᵖ must follow this sum to keep the weights of the others.
-            0 for no norm: then τ is 1 for any number of pairs, and has no effect.
-        normalizes_scores: True if this norm is of the scores A, before the activation; False if it
-            is of the activation. If True, the scale of the keys does not change the weights.
+        norm_order: p of the Lₚ norm that a row is divided by, 1 or 2; 0 for no norm, where τ has no
+            effect. When pairs go, τᵖ must follow the sum of p-th powers to keep other weights.
+        normalizes_scores: Whether this norm is of the scores, before the activation. Then the scale
+            of the keys does not change the weights.
         second_moment: E[Θ(A)²] of a weight for standard normal scores and the default τ. The
             variance of an output is P · E[Θ²] · Var[V].
     """
@@ -106,7 +101,6 @@ THETAS = {
     "gelu": Theta(gelu, 0, False, 0.42522),
     "gelu_tanh": Theta(gelu_tanh, 0, False, 0.42519),
 }
-"""Every variant by name."""
 
 
 def find_theta(name: str) -> Theta:
@@ -122,25 +116,19 @@ def theta_weights(scores: Tensor, theta: str, tau: Tensor, eps: float) -> Tensor
 
 
 def norm_shares(scores: Tensor, weights: Tensor, theta: str) -> Tensor:
-    """Return the share of each pair in the sum of p-th powers that Θ divides a row by.
-
-    The (..., P) shares of scores and their weights sum to 1; they are all 0 if the sum is 0, or if
-    there is no norm.
-    """
+    """Return the (..., P) shares of pairs in the p-th power of a row's norm; 0 without a norm."""
     variant = find_theta(theta)
     if not variant.norm_order:
         return torch.zeros_like(weights)
     normed = scores if variant.normalizes_scores else weights
     powers = normed.abs() ** variant.norm_order
-    tiny = torch.finfo(powers.dtype).tiny
-    return powers / powers.sum(dim=-1, keepdim=True).clamp(min=tiny)
+    return powers / powers.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(powers.dtype).tiny)
 
 
 def default_tau(theta: str, num_param_tokens: int) -> float:
     """Return the initial τ of a layer with P pairs: P under an L1 norm, √P under L2, else 1.
 
-    A layer keeps its τ from then on. A τ that followed P while a model grows would change what
-    the model computes (arXiv:2410.23168v2, Appendix B).
+    A layer keeps it. One that followed P would change a growing model (2410.23168v2, Appendix B).
     """
     order = find_theta(theta).norm_order
     return float(num_param_tokens) ** (1 / order) if order else 1.0

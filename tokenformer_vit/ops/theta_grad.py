@@ -25,9 +25,7 @@ class GeluL2(torch.autograd.Function):
     def forward(ctx: Any, scores: Tensor, tau: Tensor, eps: float) -> Tensor:
         """Compute the weights; without ``ctx``, for no backward."""
         if scores.device.type == triton_theta.DEVICE and triton_theta.serves(scores):
-            compiling = torch.compiler.is_compiling()
-            run = triton_theta.traced_gelu_l2 if compiling else triton_theta.gelu_l2
-            weights, factor = run(scores, tau, eps)
+            weights, factor = triton_theta.gelu_l2(scores, tau, eps)
         else:
             dtype = torch.promote_types(scores.dtype, torch.float32)
             norm = torch.linalg.vector_norm(scores, dim=-1, keepdim=True, dtype=dtype) / tau
@@ -45,15 +43,12 @@ class GeluL2(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Compute the gradients of scores and τ, by operations that have derivatives again."""
         scores, tau, factor = ctx.saved_tensors
-        differentiable = torch.is_grad_enabled()
         on_gpu = scores.device.type == triton_theta.DEVICE and triton_theta.serves(scores)
-        if on_gpu and not differentiable and not plain_only():
-            compiling = torch.compiler.is_compiling()
-            run = triton_theta.traced_backward if compiling else triton_theta.gelu_l2_backward
-            grad_scores, dot = run(scores, tau, factor, grad.to(scores.dtype))
+        if on_gpu and not torch.is_grad_enabled() and not plain_only():
+            grad_scores, dot = triton_theta.gelu_l2_backward(scores, tau, factor, grad)
         else:
             square = tau.to(factor.dtype).square()
-            if differentiable:  # the kept factor is a constant, which has no derivative
+            if torch.is_grad_enabled():  # the kept factor is a constant, which has no derivative
                 sums = scores.to(factor.dtype).square().sum(dim=-1, keepdim=True)
                 factor = (sums / square + ctx.eps).rsqrt()
             z = scores * factor

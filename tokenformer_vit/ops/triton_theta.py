@@ -1,8 +1,7 @@
 """Θ ``gelu_l2`` and its gradient in two Triton kernels, for NVIDIA GPUs.
 
 Each kernel reads a row once, holds it in registers, and writes its result once. A row of P entries
-is split into two power-of-two blocks where that pads less: 576 = 512 + 64 leaves no idle lane, but
-a single block would be padded to 1024.
+is split into two power-of-two blocks where that pads less: 576 = 512 + 64, not one block of 1024.
 """
 
 # pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false, reportOperatorIssue=false
@@ -23,15 +22,10 @@ except ImportError:  # PyTorch for CPUs and for Windows comes without it
     triton = None
 
 MAX_PARAM_TOKENS = 16384  # the backward of a longer row would spill many registers
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PLAIN = (Tensor, nn.Parameter)
 
-
-def _kernel(function):
-    if triton is None:
-        return function
-    # A kernel works for any number of rows and need not be compiled for each.
-    return triton.jit(do_not_specialize=["num_rows"])(function)
+# A kernel works for any number of rows and need not be compiled for each.
+_kernel: Any = triton.jit(do_not_specialize=["num_rows"]) if triton else lambda function: function
 
 
 @_kernel
@@ -45,11 +39,12 @@ def _fast(name: tl.constexpr, x, PTX: tl.constexpr):
 
 
 @_kernel
-def _density_and_tail(z, PTX: tl.constexpr):
-    """Return the density φ(z) of the normal distribution and its tail 1 - Φ(|z|).
+def _gelu(z, PTX: tl.constexpr):
+    """Return gelu(z) and its slope; the compiler leaves out the one that is not used.
 
-    Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.17 (for erf, 7.1.26), has this
-    form with five terms and an error of 7.5e-8 in Φ, which is visible in float32. These six terms
+    Both need the density φ(z) of the normal distribution and its tail 1 - Φ(|z|). Abramowitz and
+    Stegun, Handbook of Mathematical Functions, 26.2.17 (for erf, 7.1.26), has this form of the tail
+    with five terms and an error of 7.5e-8 in Φ, which is visible in float32. These six terms
     minimise the maximum of max(1, |z|) times the error: 1.2e-8.
     """
     # exp(-z²/2) / √(2π); the constants are log2(e) / 2 and log2(√(2π)).
@@ -60,81 +55,61 @@ def _density_and_tail(z, PTX: tl.constexpr):
     ratio = tl.fma(t, ratio, 0.827735057)
     ratio = tl.fma(t, ratio, 0.109281564)
     ratio = tl.fma(t, ratio, 0.294713013) * t
-    return density, ratio * density
-
-
-@_kernel
-def _block(start: tl.constexpr, size: tl.constexpr, rows, there, P: tl.constexpr):
-    """Return the offsets of columns in these rows, and which of them are no padding."""
-    columns = start + tl.arange(0, size)[None, :]
-    inside = there if start + size <= P else there & (columns < P)
-    return rows * P + columns, inside
-
-
-@_kernel
-def _load(tensor, offsets, inside):
-    return tl.load(tensor + offsets, mask=inside, other=0.0).to(tl.float32)
-
-
-@_kernel
-def _weigh(a, factor, weights, offsets, inside, PTX: tl.constexpr):
-    z = a * factor
-    tail = _density_and_tail(z, PTX)[1]
-    # zΦ(z) is max(z, 0) - |z| (1 - Φ(|z|)) for either sign of z.
-    w = tl.fma(-tl.abs(z), tail, tl.maximum(z, 0.0))
-    tl.store(weights + offsets, w.to(weights.dtype.element_ty), mask=inside)
-
-
-@_kernel
-def _differentiate(scores, grad, factor, offsets, inside, PTX: tl.constexpr):
-    """Return z and g = gelu'(z) dw of a block."""
-    z = _load(scores, offsets, inside) * factor
-    density, tail = _density_and_tail(z, PTX)
+    tail = ratio * density
     slope = tl.fma(z, density, tl.where(z < 0, tail, 1.0 - tail))  # Φ(z) + zφ(z)
-    return z, _load(grad, offsets, inside) * slope
+    # zΦ(z) is max(z, 0) - |z| (1 - Φ(|z|)) for either sign of z.
+    return tl.fma(-tl.abs(z), tail, tl.maximum(z, 0.0)), slope
+
+
+@_kernel
+def _read(scores, start: tl.constexpr, size: tl.constexpr, rows, there, P: tl.constexpr):
+    """Return the offsets of some columns, which of them are no padding, and their scores."""
+    columns = start + tl.arange(0, size)[None, :]
+    offsets = rows * P + columns
+    inside = there if start + size <= P else there & (columns < P)
+    return offsets, inside, tl.load(scores + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
 @_kernel
 def forward_kernel(
-    scores, tau, weights, factors, eps, num_rows,
-    P: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
-    PTX: tl.constexpr,
+    scores, tau, eps, weights, factors, num_rows,
+    P: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr
 ):  # fmt: skip
     """Write weights (R, P) and factors (R, 1), ROWS rows in each program."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # R · P may be > 2³¹
     there = rows < num_rows
-    left, in_left = _block(0, LEFT, rows, there, P)
-    a_left = _load(scores, left, in_left)
+    left, in_left, a_left = _read(scores, 0, LEFT, rows, there, P)
     total = tl.sum(a_left * a_left, axis=1, keep_dims=True)
     if RIGHT > 0:
-        right, in_right = _block(LEFT, RIGHT, rows, there, P)
-        a_right = _load(scores, right, in_right)
+        right, in_right, a_right = _read(scores, LEFT, RIGHT, rows, there, P)
         total += tl.sum(a_right * a_right, axis=1, keep_dims=True)
     t = tl.load(tau).to(tl.float32)
     # Before 2.15, PyTorch's compiled code passes numbers in 64 bits.
     factor = tl.rsqrt(total / (t * t) + tl.cast(eps, tl.float32))
     tl.store(factors + rows, factor, mask=there)
-    _weigh(a_left, factor, weights, left, in_left, PTX)
+    dtype = weights.dtype.element_ty
+    tl.store(weights + left, _gelu(a_left * factor, PTX)[0].to(dtype), mask=in_left)
     if RIGHT > 0:
-        _weigh(a_right, factor, weights, right, in_right, PTX)
+        tl.store(weights + right, _gelu(a_right * factor, PTX)[0].to(dtype), mask=in_right)
 
 
 @_kernel
 def backward_kernel(
     scores, tau, factors, grad, grad_scores, dots, num_rows,
-    P: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
-    PTX: tl.constexpr,
+    P: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr
 ):  # fmt: skip
     """Write the gradient of the scores (R, P), and for that of τ the dot products g · z (R, 1)."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # R · P may be > 2³¹
     there = rows < num_rows
-    factor = _load(factors, rows, there)
-    left, in_left = _block(0, LEFT, rows, there, P)
-    z_left, g_left = _differentiate(scores, grad, factor, left, in_left, PTX)
+    factor = tl.load(factors + rows, mask=there, other=0.0)
+    left, in_left, a_left = _read(scores, 0, LEFT, rows, there, P)
+    z_left = a_left * factor
+    g_left = tl.load(grad + left, mask=in_left, other=0.0) * _gelu(z_left, PTX)[1]
     dot = tl.sum(g_left * z_left, axis=1, keep_dims=True)
     if RIGHT > 0:
-        right, in_right = _block(LEFT, RIGHT, rows, there, P)
-        z_right, g_right = _differentiate(scores, grad, factor, right, in_right, PTX)
+        right, in_right, a_right = _read(scores, LEFT, RIGHT, rows, there, P)
+        z_right = a_right * factor
+        g_right = tl.load(grad + right, mask=in_right, other=0.0) * _gelu(z_right, PTX)[1]
         dot += tl.sum(g_right * z_right, axis=1, keep_dims=True)
     t = tl.load(tau).to(tl.float32)
     tl.store(dots + rows, dot, mask=there)
@@ -147,8 +122,6 @@ def backward_kernel(
 
 # With TRITON_INTERPRET=1 a kernel has another type, which PyTorch cannot trace, and runs on a CPU.
 _INTERPRETED = triton is not None and not isinstance(forward_kernel, triton.JITFunction)
-_PTX = not _INTERPRETED and torch.version.cuda is not None
-_operation: Any = custom_op if _INTERPRETED else triton_op
 DEVICE = "cpu" if _INTERPRETED else "cuda"
 _ENABLED = triton is not None and os.environ.get("TOKENFORMER_TRITON") != "0"
 
@@ -157,14 +130,14 @@ def serves(scores: Tensor) -> bool:
     """Return whether the kernels take these scores, which are on ``DEVICE``."""
     return (
         _ENABLED
-        and scores.dtype in _DTYPES
+        and scores.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and scores.shape[-1] <= MAX_PARAM_TOKENS
         and type(scores) in _PLAIN  # a fake or sharded tensor has not the memory that it shows
     )
 
 
 @functools.cache
-def _layout(num_param_tokens: int, kept: int) -> dict[str, int]:
+def _options(num_param_tokens: int, kept: int) -> dict[str, int]:
     """Choose blocks of a row, rows of a program, and warps; ``kept`` are values an element."""
     left = 1 << (num_param_tokens.bit_length() - 1)
     rest = num_param_tokens - left
@@ -176,22 +149,10 @@ def _layout(num_param_tokens: int, kept: int) -> dict[str, int]:
     elements = 1024 // kept
     rows = min(64, elements // left) if left < 256 else 1
     warps = max(1, rows * (left + right) // elements)
-    num_warps = 1 << (warps.bit_length() - 1)
-    return {"LEFT": left, "RIGHT": right, "ROWS": rows, "num_warps": num_warps}
-
-
-def _launch(kernel: Any, kept: int, scores: Tensor, *others: Any) -> None:
-    # A program is compiled for one P, but any number of rows, which may be symbolic here.
-    num_param_tokens = int(scores.shape[-1])
-    if not (num_rows := scores.numel() // num_param_tokens):
-        return
-    layout = _layout(num_param_tokens, kept)
-    programs = -(-num_rows // layout["ROWS"])
-    options = {"P": num_param_tokens, "PTX": _PTX, **layout}
+    options = {"P": num_param_tokens, "LEFT": left, "RIGHT": right, "ROWS": rows}
+    options["PTX"] = not _INTERPRETED and torch.version.cuda is not None
     options["enable_fp_fusion"] = True  # the default depends on the version of Triton
-    run = kernel if _INTERPRETED or type(scores) in _PLAIN else wrap_triton(kernel)
-    with torch.cuda.device_of(scores):  # Triton launches on the current device
-        run[(programs,)](scores, *others, num_rows, **options)
+    return options | {"num_warps": 1 << (warps.bit_length() - 1)}
 
 
 def _empty(scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -200,25 +161,35 @@ def _empty(scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(scores, memory_format=torch.contiguous_format), rows
 
 
+def _launch(kernel: Any, kept: int, scores: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    outputs = _empty(scores)
+    # A program is compiled for one P, but any number of rows, which may be symbolic here.
+    options = _options(int(scores.shape[-1]), kept)
+    if num_rows := scores.numel() // options["P"]:
+        programs = -(-num_rows // options["ROWS"])
+        run = kernel if _INTERPRETED or type(scores) in _PLAIN else wrap_triton(kernel)
+        with torch.cuda.device_of(scores):  # Triton launches on the current device
+            run[(programs,)](scores.contiguous(), *inputs, *outputs, num_rows, **options)
+    return outputs
+
+
+def _operation(function: Any) -> Any:
+    """Let code that is compiled call an operation, which costs the host 7 times a function."""
+    register: Any = custom_op if _INTERPRETED else triton_op
+    traced = register(f"tokenformer_vit::{function.__name__}", mutates_args=())(function)
+    traced.register_fake(_empty)
+    return lambda *inputs: (traced if torch.compiler.is_compiling() else function)(*inputs)
+
+
+@_operation
 def gelu_l2(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Compute the weights (..., P) of scores (..., P), and the factors (..., 1) of their rows."""
-    weights, factors = _empty(scores)
-    _launch(forward_kernel, 1, scores.contiguous(), tau, weights, factors, eps)
-    return weights, factors
+    return _launch(forward_kernel, 1, scores, tau, eps)
 
 
+@_operation
 def gelu_l2_backward(
     scores: Tensor, tau: Tensor, factors: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradient (..., P) of scores, and the dot products g · z (..., 1)."""
-    grad_scores, dots = _empty(scores)
-    others = factors.contiguous(), grad.contiguous(), grad_scores, dots
-    _launch(backward_kernel, 2, scores.contiguous(), tau, *others)
-    return grad_scores, dots
-
-
-# For code that is compiled. A call of an operation costs the host 7 times as much as of a function.
-traced_gelu_l2 = _operation("tokenformer_vit::gelu_l2", mutates_args=())(gelu_l2)
-traced_gelu_l2.register_fake(_empty)
-traced_backward = _operation("tokenformer_vit::gelu_l2_backward", mutates_args=())(gelu_l2_backward)
-traced_backward.register_fake(_empty)
+    return _launch(backward_kernel, 2, scores, tau, factors.contiguous(), grad.contiguous())
