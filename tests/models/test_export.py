@@ -53,13 +53,18 @@ def test_onnx_of_one_image_takes_any_number(small, images, how, tmp_path):
         torch.testing.assert_close(torch.from_numpy(logits), model(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", [{}, {"dynamic_img_size": True}, {"stem": "conv"}])
+NESTED = {"nested": (0.25, 0.5)}
+
+
+@pytest.mark.parametrize("how", [{}, {"dynamic_img_size": True}, {"stem": "conv"}, NESTED])
 def test_other_parts_are_exported(small, images, parts, how, tmp_path):
     how = {**parts, **how}
     model, x = small(depth=1, **how), images()
     with set_scriptable(True):
         scriptable = small(depth=1, **how)
     scriptable.load_state_dict(model.state_dict())
+    for each in (model, scriptable):
+        each.set_size(0.25 if how.get("nested") else None)
     programs: list[Any] = [script(scriptable), torch.jit.trace(model, x)]
     torch.export.save(
         torch.export.export(model, (x,), dynamic_shapes=ANY_BATCH), tmp_path / "model.pt2"

@@ -38,9 +38,9 @@ def test_parts_preprocessing_and_figures_of_the_readme(name):
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
     gmacs = total(model_costs(model)).forward_flops / 2e9
     root = Path(__file__).resolve().parents[2]
-    pages = [root / "README.md", root / "tokenformer_vit" / "models" / "README.md"]
-    lines = "\n".join(page.read_text(encoding="utf-8") for page in pages).splitlines()
-    (row,) = (line for line in lines if line.startswith(f"| `{name}` |"))
+    pages = [root / "README.md", root / "tokenformer_vit/models/README.md"]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    (row,) = (line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
     assert row.endswith(f"| {PARAMETERS[name]:,} | {gmacs:.2f} |")
     heads = ["head", "head_dist"] if name.endswith("_distilled") else ["head"]
     assert [n for n, each in model.named_modules() if isinstance(each, torch.nn.Linear)] == heads

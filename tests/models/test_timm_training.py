@@ -11,6 +11,8 @@ from timm.utils import CheckpointSaver, ModelEmaV3
 
 from tokenformer_vit.models.checkpoints import load_model
 
+from .conftest import SHAPE
+
 CLASSES = 4
 
 
@@ -52,9 +54,8 @@ def test_train_save_resume(small, images, tmp_path, opt):
         network.eval()(x).square().sum().backward()
         optim.step()
     assert torch.equal(resumed(x), model(x))
-    shape = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 64}
-    shape["norm"] = "bias"
-    averaged = load_model("tokenformer_tiny", tmp_path / "last.pth.tar", **shape)
+    last = tmp_path / "last.pth.tar"
+    averaged = load_model("tokenformer_tiny", last, **SHAPE, norm="bias")
     assert torch.equal(averaged(x), ema.module.eval()(x))
 
 

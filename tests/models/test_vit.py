@@ -3,7 +3,6 @@ import copy
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 from timm.models import get_model_args, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 
@@ -63,7 +62,6 @@ def test_the_description_is_what_the_layers_say_now(small, images, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"num_heds": 3}, TypeError, "num_heds"),
         ({"qkv_bias": True}, TypeError, "no linear layers .*leave out 'qkv_bias'"),
         ({"norm_layer": "rmsnorm"}, TypeError, "norms by `norm`: leave out 'norm_layer'"),
         ({"rope_temperature": 0.0}, InputError, r"must be positive, but got 0\.0"),
@@ -127,14 +125,14 @@ def test_dropped_patches_take_their_rotary_positions_along(small, parts, seed, c
     assert model.eval().forward_features(x).shape == (2, 5 + 16, 48)
 
 
-HOW = [
-    {"norm": True, "output_fmt": "NLC"},
-    {"output_dict": True, "return_prefix_tokens": True, "stop_early": True},
-    {"intermediates_only": True, "is_causal": True},
-]
-
-
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"norm": True, "output_fmt": "NLC"},
+        {"output_dict": True, "return_prefix_tokens": True, "stop_early": True},
+        {"intermediates_only": True, "is_causal": True},
+    ],
+)
 def test_intermediates_are_those_of_timm(small, how, parts):
     model, x = small(depth=3, reg_tokens=2, dynamic_img_size=True), torch.randn(2, 3, 32, 48)
     for indices in (2, [0, -2]):
@@ -149,14 +147,9 @@ def test_intermediates_are_those_of_timm(small, how, parts):
 def test_class_and_register_tokens_without_a_position_are_not_tiny(small, parts):
     assert small(reg_tokens=4).reg_token.std() < 1e-5  # timm's; their positions are 0.02
     for changes in ({"no_embed_class": True}, {"pos_embed": "none"}, parts):
-        model = small(**{**changes, "reg_tokens": 4}).train()
+        model = small(**{**changes, "reg_tokens": 4})
         tokens = torch.cat((model.cls_token, model.reg_token), dim=1)
         assert tokens.std().item() == pytest.approx(0.02, rel=0.3)
-        F.cross_entropy(model(torch.randn(8, 3, 64, 64)), torch.arange(8)).backward()
-        tokens = ("cls_token", "reg_token")
-        rest = [p.grad.norm() for name, p in model.named_parameters() if name not in tokens]
-        # With 1e-6 it is hundreds of times as large.
-        assert model.cls_token.grad.norm() < 20 * torch.stack(rest).norm()
 
 
 def test_rotary_positions_are_made_again_and_stay_precise(small, parts):
