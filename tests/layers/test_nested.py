@@ -99,14 +99,6 @@ def test_an_empty_layer_is_filled_again():
     assert layer.tau.tolist() == pytest.approx([n**0.5 for n in NUMBERS])
 
 
-@pytest.mark.parametrize("size", [0, 1.5, -1])
-def test_sizes_out_of_range_are_refused(size):
-    layer = build()
-    with pytest.raises(InputError, match=f"share above 0 and at most 1, but got {size!r}"):
-        layer.size = size
-    assert layer.size == 1
-
-
 @pytest.mark.parametrize("nested", [(0,), (0.5, 0.25), (1.0,), (0.5, 0.5)])
 def test_nested_sizes_out_of_order_are_refused(nested):
     with pytest.raises(InputError, match=r"rising shares between 0 and 1"):

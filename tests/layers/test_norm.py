@@ -8,13 +8,9 @@ NAMES = {"none": set(), "bias": {"bias"}, "weight+bias": {"weight", "bias"}}
 
 
 @pytest.mark.parametrize("affine", NAMES)
-def test_has_the_parameters_it_says(affine):
-    assert {name for name, _ in BlockLayerNorm(48, affine).named_parameters()} == NAMES[affine]
-
-
-@pytest.mark.parametrize("affine", NAMES)
 def test_is_layer_norm(affine):
     norm = BlockLayerNorm(48, affine, eps=1e-3).double()
+    assert {name for name, _ in norm.named_parameters()} == NAMES[affine]
     for parameter in norm.parameters():
         torch.nn.init.normal_(parameter)
     x = 5 * torch.randn(2, 7, 48, dtype=torch.float64) + 3
@@ -35,11 +31,6 @@ def test_keeps_bfloat16_and_sums_in_float32(affine):
     assert out.dtype == torch.bfloat16
     exact = torch.nn.functional.layer_norm(x.double(), (768,), eps=norm.eps)
     torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=2**-7)
-
-
-def test_unknown_switch_lists_the_known():
-    with pytest.raises(ValueError, match=r"none, bias, weight\+bias.*'weight'"):
-        BlockLayerNorm(48, "weight")
 
 
 def test_rms_divides_by_the_root_of_the_mean_square():

@@ -3,7 +3,8 @@ import timm
 import torch
 
 import tokenformer_vit  # noqa: F401
-from tokenformer_vit.models.checkpoints import save_model
+
+SHAPE = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 64}
 
 
 @pytest.fixture
@@ -11,14 +12,7 @@ def small():
     """Build a TokenFormer of two narrow blocks at 64 px; any argument can be replaced."""
 
     def build(**kwargs):
-        arguments = {
-            "embed_dim": 48,
-            "depth": 2,
-            "num_heads": 3,
-            "img_size": 64,
-            "num_classes": 10,
-            **kwargs,
-        }
+        arguments = {**SHAPE, "num_classes": 10, **kwargs}
         return timm.create_model("tokenformer_tiny", **arguments).eval()
 
     return build
@@ -28,14 +22,3 @@ def small():
 def images():
     """Draw images for the model of ``small``."""
     return lambda size=64, channels=3, batch=2: torch.randn(batch, channels, size, size)
-
-
-@pytest.fixture
-def model(small):
-    return small()
-
-
-@pytest.fixture
-def exported(model, tmp_path):
-    save_model(model, tmp_path / "exported", label_names=[f"n{i}" for i in range(10)])
-    return tmp_path / "exported"

@@ -6,20 +6,16 @@ import os
 import pickle
 import random
 import re
-from pathlib import Path
 
 import pytest
 import timm
 import torch
 import yaml
 from PIL import Image
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from timm.data import resolve_input_data_config as data_config
 from timm.layers import resample_abs_pos_embed
 from timm.models import get_model_args
 
-import tokenformer_vit
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.mmpretrain_names import classifier_state_dict
 from tokenformer_vit.models.checkpoints import (
@@ -31,7 +27,8 @@ from tokenformer_vit.models.checkpoints import (
 )
 from tokenformer_vit.vision.prediction import class_names, load_for_images
 
-SHAPE = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 64}
+from .conftest import SHAPE
+
 OWN = {"theta": "gelu_l1", "norm": "bias", "pattention_args": {"learn_tau": True}}
 OWN |= {"num_qkv_param_tokens": 24, "num_proj_param_tokens": 40, "num_ffn_param_tokens": 56}
 
@@ -81,8 +78,8 @@ def test_a_model_without_its_last_blocks_survives_a_folder(small, images, tmp_pa
         ({"theta": "softmax"}, r"theta is 'softmax', but .*set theta='gelu_l1'"),
         ({"norm": "none"}, r"norm is 'none', but .*set norm='bias'"),
         ({"norm_eps": 1e-5}, r"norm_eps is 1e-05, but .*set norm_eps=1e-06"),
-        ({"num_heads": 6}, r"num_heads is 6, but .*set num_heads=3"),
         ({"qk_norm": True}, r"qk_norm is True, but .*set qk_norm=False"),
+        ({"num_heads": 6}, r"num_heads is 6, but .*set num_heads=3"),
         ({"use_rot_pos_emb": True}, r"use_rot_pos_emb is True, but .*set use_rot_pos_emb=False"),
         ({"pattention_args": {"eps": 0.1, "learn_tau": True}}, r"eps is 0\.1.*=dict\(eps=1e-06"),
     ],
@@ -141,22 +138,6 @@ def test_weights_of_another_shape_are_refused_in_one_line(saved, change, line):
     assert "\n" not in str(error.value)
 
 
-def test_another_image_size_resamples_positions(saved):
-    model, folder = saved
-    expected = resample_abs_pos_embed(model.pos_embed, new_size=[6, 6])
-    for loaded in (local_dir(folder, img_size=96), load_model(None, folder, img_size=96)):
-        torch.testing.assert_close(loaded.pos_embed, expected)
-        assert torch.equal(loaded.blocks[1].mlp.tau, model.blocks[1].mlp.tau)
-    assert local_dir(folder, patch_size=8)(torch.randn(1, 3, 64, 64)).shape == (1, 10)
-
-
-def test_positions_after_a_stem_of_convolutions_are_resampled_too(images):
-    folder = Path(tokenformer_vit.__file__).parent / "models/pretrained/tokenformer_cifar10_stem"
-    loaded = load_model(None, folder, img_size=64)
-    expected = resample_abs_pos_embed(load_model(None, folder).pos_embed, [16, 16], None, 0)
-    torch.testing.assert_close(loaded.pos_embed, expected)
-
-
 def test_a_model_of_any_image_size_is_used_at_the_size_it_was_trained_at(small, tmp_path):
     save_model(small(dynamic_img_size=True), tmp_path / "out", None, {"input_size": (3, 96, 96)})
     assert data_config(load_model(None, tmp_path / "out"))["input_size"] == (3, 96, 96)
@@ -185,7 +166,7 @@ def test_a_named_model_takes_the_preprocessing_of_the_file(saved, tmp_path, capl
 
 
 def test_other_weights_and_an_mmpretrain_checkpoint(small, saved, tmp_path):
-    model, file = saved[0], saved[1] / "model.safetensors"
+    model = saved[0]
     named = classifier_state_dict(model.state_dict())
     named = {f"module.{name}": each for name, each in named.items()}
     args = argparse.Namespace(lr=0.1, data=["x"])  # as timm's and DeiT's trainings save it
@@ -198,9 +179,6 @@ def test_other_weights_and_an_mmpretrain_checkpoint(small, saved, tmp_path):
     by_timm = small(pretrained=True, pretrained_cfg_overlay=overlay, **OWN)
     for each in (loaded, again, by_timm):
         assert all(torch.equal(each.state_dict()[k], v) for k, v in model.state_dict().items())
-    save_file({**load_file(file), "head.bias": torch.zeros(10)}, file)
-    with pytest.raises(InputError, match="was replaced"):
-        load_model(None, saved[1])
 
 
 def test_damage_is_found(saved, seed):
@@ -214,9 +192,8 @@ def test_damage_is_found(saved, seed):
         file.write_bytes(content)
         with pytest.raises(InputError, match=r"model\.safetensors is damaged.*: copy"):
             load_model(None, saved[1])
-        # timm reads the header before our check, and may fail there by itself.
-        with pytest.raises((InputError, SafetensorError) if place < header else InputError):
-            local_dir(saved[1])
+    with pytest.raises(InputError, match="damaged"):
+        local_dir(saved[1])
     state = saved[0].state_dict()
     torch.save(state, saved[1] / "x.pth")
     content = bytearray((saved[1] / "x.pth").read_bytes())
@@ -245,9 +222,6 @@ def test_no_code_runs_and_foreign_bytes_are_refused(tmp_path, name):
             read_checkpoint(tmp_path / name)
         assert "weights_only" not in str(error.value)  # PyTorch's advice is to run it
     assert not (tmp_path / "ran").exists()
-    torch.save({"w": torch.zeros(1)}, tmp_path / "y.pth")
-    with pytest.raises(RuntimeError, match="nowhere"):  # a wrong argument is no damage
-        read_checkpoint(tmp_path / "y.pth", "nowhere")
     with pytest.raises(InputError, match=r"y\.pth holds no state dict, but a: save"):
         state_dict_in({"a": 1}, "y.pth")
 

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from timm.data import create_transform, resolve_input_data_config
+from timm.layers import resample_abs_pos_embed
 
 import tokenformer_vit
 from tokenformer_vit.models.checkpoints import load_model
@@ -28,11 +29,6 @@ each_model = pytest.mark.parametrize("name", MODELS)
 
 def create(name, **kwargs):
     return timm.create_model(name, pretrained=True, **kwargs).eval()
-
-
-def accuracy(name):
-    record = json.loads((RECORDS / f"{MODELS[name][0]}.json").read_text())
-    return record["accuracy/top1"]
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +59,10 @@ def test_other_heads_channels_sizes_and_features(name, images):
     assert other(images(64, channels=1)).shape == (2, 100)
     weights, new = (each.patch_embed.get_submodule(first).weight for each in (model, other))
     torch.testing.assert_close(new, weights.sum(1, keepdim=True))
+    size, prefix = [*other.patch_embed.grid_size], model.num_prefix_tokens
+    positions = resample_abs_pos_embed(model.pos_embed, size, None, prefix)
+    for each in (other, load_model(None, FOLDER / name, img_size=64)):
+        torch.testing.assert_close(each.pos_embed, positions)
     old, new = (dict(each.blocks.named_parameters()) for each in (model, other))
     assert all(torch.equal(old[name], new[name]) for name in old)
     maps = create(name, features_only=True)(images(32))
@@ -70,7 +70,10 @@ def test_other_heads_channels_sizes_and_features(name, images):
 
 
 @each_model
-def test_accuracy_on_test_images(name, shared_data):
+def test_accuracy_on_test_images_and_the_card(name, shared_data):
+    record = json.loads((RECORDS / f"{MODELS[name][0]}.json").read_text())
+    card = (FOLDER / name / "README.md").read_text(encoding="utf-8")
+    assert f"{record['accuracy/top1']:.4g} %" in card
     parquet = pytest.importorskip("pyarrow.parquet")
     file = shared_data("cifar10/plain_text/test-00000-of-00001.parquet")
     rows = parquet.ParquetFile(file).read_row_group(0).slice(0, 500).to_pylist()
@@ -81,10 +84,4 @@ def test_accuracy_on_test_images(name, shared_data):
         answers = model(torch.stack(pictures)).argmax(-1)
     right = (answers == torch.tensor([row["label"] for row in rows])).float().mean().item()
     # About three standard errors of 500 images.
-    assert right == pytest.approx(accuracy(name) / 100, abs=0.06)
-
-
-@each_model
-def test_the_card_has_the_record_s_accuracy(name):
-    card = (FOLDER / name / "README.md").read_text(encoding="utf-8")
-    assert f"{accuracy(name):.4g} %" in card
+    assert right == pytest.approx(record["accuracy/top1"] / 100, abs=0.06)

@@ -15,27 +15,20 @@ def used(model):
     return {name: layer.num_used for name, layer in find_layers(model).items()}
 
 
-def test_a_size_is_a_share_of_every_layer(small):
-    model = small(nested=(0.5, 1.0, 0.25))
+@pytest.mark.parametrize("kinds", [None, ["ffn"]])
+def test_a_size_is_a_share_of_the_layers_of_its_kinds(small, kinds):
+    model = small(nested=(0.5, 1.0, 0.25), nested_kinds=kinds)
     assert model.sizes == (0.25, 0.5, 1.0)
     pairs = count_pairs(model)
-    model.set_size(0.3)
-    assert used(model) == {name: round(0.3 * pairs[name]) for name in pairs}
+    chosen = {name: count for name, count in pairs.items() if not kinds or name.endswith("mlp")}
+    taus = {name for name, tensor in model.state_dict().items() if tensor.shape == (3,)}
+    assert taus == {f"{name}.tau" for name in chosen}
+    for size in (0.3, 1e-9):
+        model.set_size(size)
+        shares = {name: max(1, round(size * count)) for name, count in chosen.items()}
+        assert used(model) == {**pairs, **shares}
     model.set_size(None)
     assert used(model) == pairs
-    model.set_size(1e-9)
-    assert set(used(model).values()) == {1}
-
-
-def test_sizes_concern_the_kinds_that_are_named(small):
-    model = small(nested=(0.5,), nested_kinds=["ffn"])
-    pairs = count_pairs(model)
-    model.set_size(0.3)
-    chosen = {name: round(0.3 * count) for name, count in pairs.items() if name.endswith("mlp")}
-    assert used(model) == {**pairs, **chosen}
-    assert {name for name, t in model.state_dict().items() if t.shape == (2,)} == {
-        f"blocks.{block}.mlp.tau" for block in (0, 1)
-    }
 
 
 @pytest.mark.parametrize("size", [0, 1.5, -0.25, 2])
@@ -48,17 +41,11 @@ def test_sizes_out_of_range_are_refused_and_change_nothing(small, size):
     assert used(model) == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"nested": 0.5}, "list .*0.5"),
-        ({"nested": (0.5, 2)}, r"shares, such as \(0.25, 0.5\), not \(0.5, 2\)"),
-        ({"nested": (0.5,), "nested_kinds": ["mlp"]}, "some of .*'ffn'.*, but got 'mlp'"),
-    ],
-)
-def test_nested_sizes_that_are_none_are_refused(small, arguments, said):
-    with pytest.raises(InputError, match=said):
-        small(**arguments)
+def test_nested_sizes_that_are_none_are_refused(small):
+    with pytest.raises(InputError, match=r"shares, such as .*, not \(0.5, 2\)"):
+        small(nested=(0.5, 2))
+    with pytest.raises(InputError, match=r"some of .*'ffn'.*, but got 'mlp'"):
+        small(nested=(0.5,), nested_kinds=["mlp"])
 
 
 def test_the_former_size_is_in_use_after_a_with_block(small, images):
@@ -68,7 +55,6 @@ def test_the_former_size_is_in_use_after_a_with_block(small, images):
     with at_size(model, 0.25), at_size(model, 0.3):
         assert not torch.equal(model(x), before)
     assert torch.equal(model(x), before)
-    assert used(model) == {name: round(0.5 * count) for name, count in count_pairs(model).items()}
 
 
 @pytest.mark.parametrize("kinds", [None, ["qkv", "ffn"]])
@@ -90,17 +76,6 @@ def test_nested_sizes_are_saved_with_the_model(small, images, tmp_path, kinds):
         model.set_size(size)
         loaded.set_size(size)
         assert torch.equal(loaded(x), model(x))
-
-
-@pytest.mark.slow
-def test_export_keeps_the_size(small, images):
-    model, x = small(depth=1, nested=(0.25, 0.5)), images()
-    model.set_size(0.25)
-    program = torch.export.export(model, (x,)).module()
-    expected = model(x)
-    model.set_size(None)
-    torch.testing.assert_close(program(x), expected)
-    assert (model(x) - expected).abs().max() > 0
 
 
 def test_a_size_under_gradient_checkpointing_is_refused(small, images):

@@ -1,21 +1,15 @@
 import copy
-from typing import Any
 
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 from timm.models import get_model_args, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
 from tokenformer_vit.layers import BlockLayerNorm, Pattention
-from tokenformer_vit.models import from_vit
-from tokenformer_vit.models.vit import ConvStem
 from tokenformer_vit.ops import THETAS
-
-STEMS: list[dict[str, Any]] = [{}, {"stem": "conv", "patch_size": 8}]
 
 
 def pattentions(model):
@@ -29,7 +23,9 @@ def test_arguments_reach_every_layer_and_are_recorded(small, theta, norm):
     shared = {"tau": tau, "learn_tau": learned, "eps": 1e-3, "init": "released"}
     counts = {"num_qkv_param_tokens": [8, 12], "num_ffn_param_tokens": [32, 24]}
     given = {"theta": theta, "norm": norm, "norm_eps": 1e-4, "pattention_args": shared, **counts}
-    model = small(**given, num_proj_param_tokens=16, qk_norm=True)
+    uniform = {"drop_path_rate": 0.3, "drop_path_uniform": True}
+    model = small(**given, **uniform, num_proj_param_tokens=16, qk_norm=True)
+    assert {b.drop_path1.drop_prob for b in model.blocks} == {0.3}
     layers = pattentions(model)
     assert [each.num_param_tokens for each in layers] == [8, 8, 8, 16, 32, 12, 12, 12, 16, 24]
     assert {(each.theta, each.eps, each.tau.item()) for each in layers} == {(theta, 1e-3, tau)}
@@ -66,7 +62,6 @@ def test_the_description_is_what_the_layers_say_now(small, images, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"num_heds": 3}, TypeError, "num_heds"),
         ({"qkv_bias": True}, TypeError, "no linear layers .*leave out 'qkv_bias'"),
         ({"norm_layer": "rmsnorm"}, TypeError, "norms by `norm`: leave out 'norm_layer'"),
         ({"rope_temperature": 0.0}, InputError, r"must be positive, but got 0\.0"),
@@ -74,44 +69,11 @@ def test_the_description_is_what_the_layers_say_now(small, images, tmp_path):
         ({"stem": "convs"}, InputError, "patch or conv, but got 'convs'"),
         ({"global_pool": "map"}, TypeError, "attention pools .* another global_pool"),
         ({"theta": "relu"}, InputError, "softmax.*'relu'"),
-        ({"norm": "weight"}, InputError, "none, bias, .*'weight'"),
-        ({"num_ffn_param_tokens": [8]}, InputError, "ffn.* has 1 .* 2 blocks"),
-        ({"pattention_args": {"thta": 3.0}}, TypeError, "thta"),
     ],
 )
 def test_wrong_arguments_are_named(small, arguments, error, said):
     with pytest.raises(error, match=said):
         small(**arguments)
-
-
-def test_a_uniform_drop_path(small):
-    model = small(drop_path_rate=0.3, drop_path_uniform=True, depth=3)
-    rates = [(block.drop_path1.drop_prob, block.drop_path2.drop_prob) for block in model.blocks]
-    assert rates == [(0.3, 0.3)] * 3
-
-
-def test_a_stem_of_convolutions_is_rebuilt_and_converted(tmp_path):
-    shape: Any = {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 2, "num_heads": 4}
-    vit = VisionTransformer(**shape, num_classes=10, embed_layer=ConvStem).eval()
-    model, images = from_vit(vit), torch.randn(3, 3, 32, 32)
-    save_for_hf(model, tmp_path, safe_serialization=True)
-    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    assert torch.equal(again(images), model(images))
-    torch.testing.assert_close(model(images), vit(images), atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize("how", STEMS)
-def test_gradients_of_each_image(small, how):
-    model, x = small(**how), torch.randn(3, 3, 64, 64)
-    parameters = dict(model.named_parameters())
-
-    def loss(parameters, image):
-        return torch.func.functional_call(model, parameters, (image[None],)).square().sum()
-
-    grads = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
-    model(x).square().sum().backward()
-    for name, parameter in parameters.items():
-        torch.testing.assert_close(grads[name].sum(0), parameter.grad, rtol=1e-3, atol=1e-4)
 
 
 def test_rotary_positions_follow_the_image_size(small, parts):
@@ -163,16 +125,14 @@ def test_dropped_patches_take_their_rotary_positions_along(small, parts, seed, c
     assert model.eval().forward_features(x).shape == (2, 5 + 16, 48)
 
 
-HOW = [
-    {"norm": True, "output_fmt": "NLC"},
-    {"return_prefix_tokens": True, "stop_early": True},
-    {"output_dict": True, "return_prefix_tokens": True},
-    {"output_dict": True, "intermediates_only": True},
-    {"intermediates_only": True, "is_causal": True},
-]
-
-
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"norm": True, "output_fmt": "NLC"},
+        {"output_dict": True, "return_prefix_tokens": True, "stop_early": True},
+        {"intermediates_only": True, "is_causal": True},
+    ],
+)
 def test_intermediates_are_those_of_timm(small, how, parts):
     model, x = small(depth=3, reg_tokens=2, dynamic_img_size=True), torch.randn(2, 3, 32, 48)
     for indices in (2, [0, -2]):
@@ -184,33 +144,12 @@ def test_intermediates_are_those_of_timm(small, how, parts):
     assert torch.equal(outputs[-1].flatten(2).mT, last[:, 5:])
 
 
-def test_functional_calls_of_rotary_models(small, parts):
-    model, others = small(**parts), [small(**parts), small(**parts, rope_temperature=100.0)]
-    images = torch.randn(2, 3, 64, 64)
-    expected = model(images)
-    parameters, buffers = torch.func.stack_module_state(others)
-
-    def call(parameters, buffers):
-        return torch.func.functional_call(model, (parameters, buffers), (images,))
-
-    with torch.no_grad():
-        together = torch.vmap(call)(parameters, buffers)
-        for other, out in zip(others, together, strict=True):
-            torch.testing.assert_close(out, other(images))
-    assert torch.equal(model(images), expected)
-
-
 def test_class_and_register_tokens_without_a_position_are_not_tiny(small, parts):
     assert small(reg_tokens=4).reg_token.std() < 1e-5  # timm's; their positions are 0.02
     for changes in ({"no_embed_class": True}, {"pos_embed": "none"}, parts):
-        model = small(**{**changes, "reg_tokens": 4}).train()
+        model = small(**{**changes, "reg_tokens": 4})
         tokens = torch.cat((model.cls_token, model.reg_token), dim=1)
         assert tokens.std().item() == pytest.approx(0.02, rel=0.3)
-        F.cross_entropy(model(torch.randn(8, 3, 64, 64)), torch.arange(8)).backward()
-        tokens = ("cls_token", "reg_token")
-        rest = [p.grad.norm() for name, p in model.named_parameters() if name not in tokens]
-        # With 1e-6 it is hundreds of times as large.
-        assert model.cls_token.grad.norm() < 20 * torch.stack(rest).norm()
 
 
 def test_rotary_positions_are_made_again_and_stay_precise(small, parts):
@@ -220,10 +159,3 @@ def test_rotary_positions_are_made_again_and_stay_precise(small, parts):
     assert torch.equal(model.rope.pos_embed, fresh.rope.pos_embed)
     assert small(**parts, dtype=torch.bfloat16).rope.pos_embed.dtype == torch.bfloat16
     assert small(**parts, depth=0)(torch.randn(2, 3, 64, 64)).shape == (2, 10)
-
-
-@pytest.mark.parametrize("kwargs", [{}, {"pos_embed": "none", "use_rot_pos_emb": True}])
-def test_weight_decay_leaves_out_parameters_that_exist(kwargs):
-    model = timm.create_model("tokenformer_tiny", img_size=32, depth=1, **kwargs)
-    names = {name for name, _ in model.named_parameters()}
-    assert "cls_token" in model.no_weight_decay() <= names
