@@ -11,7 +11,7 @@ from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.ops import THETAS
 
-STEP = 1e-6
+STEP = 1e-8
 # PyTorch's fused attention has no second derivative.
 pytestmark = pytest.mark.usefixtures("plain_attention")
 
@@ -70,13 +70,21 @@ def forward_mode(net, x, directions):
     return jvp(function, (parameters, x.detach()), (tangents, directions[-1]))[1]
 
 
-def close(ours, expected):
+def error(ours, expected):
     ours, expected = (torch.cat([each.flatten() for each in some]) for some in (ours, expected))
-    assert (ours - expected).norm() < 1e-5 * expected.norm()
+    return ((ours - expected).norm() / expected.norm()).item()
 
 
-def check(net, x):
-    """Compare Hessian-vector products and forward mode with central differences."""
+def check(net):
+    """Compare Hessian-vector products and forward mode with central differences.
+
+    Once in thousands of draws a kink of |gelu| or ReLU lies between the two points: two draws.
+    """
+    errors = [largest_error(net, images()) for _ in range(2)]
+    assert min(errors) < 1e-5, errors
+
+
+def largest_error(net, x):
     leaves = [*trained(net).values(), x]
     directions = [torch.randn_like(leaf) for leaf in leaves]
 
@@ -88,15 +96,15 @@ def check(net, x):
 
     after, before, _ = move(STEP), move(-2 * STEP), move(STEP)
     *products, change = [(a - b) / (2 * STEP) for a, b in zip(after, before, strict=True)]
-    for way in ("grad", "backward"):
-        close(hessian_vector_product(net, x, directions, way), products)
-    close([forward_mode(net, x, directions)], [change])
+    ways = [hessian_vector_product(net, x, directions, way) for way in ("grad", "backward")]
+    forward = error([forward_mode(net, x, directions)], [change])
+    return max(forward, *(error(ours, products) for ours in ways))
 
 
 @pytest.mark.parametrize("stem", ["patch", "conv"])
 @pytest.mark.parametrize("theta", THETAS)
 def test_of_models(theta, stem):
-    check(small(theta, stem=stem), images())
+    check(small(theta, stem=stem))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -104,7 +112,7 @@ def test_with_dropout_checkpointing_and_a_frozen_layer_between_trained_ones(chec
     net = small(proj_drop_rate=0.2, attn_drop_rate=0.1, drop_path_rate=0.3).train()
     net.set_grad_checkpointing(checkpointing)
     net.blocks[1].mlp.requires_grad_(False)
-    check(net, images())
+    check(net)
 
 
 def test_compiled_blocks_have_exact_ones_or_raise():
@@ -122,7 +130,7 @@ def test_compiled_blocks_have_exact_ones_or_raise():
             hessian_vector_product(net, x, directions, way)
     torch.compiler.reset()
     forward_mode(net, x, directions)
-    check(net, x)
+    check(net)
 
 
 def test_of_second_order_maml():
@@ -150,4 +158,5 @@ def test_of_single_samples():
         for sample in range(3):
             net.zero_grad()
             net(x[sample : sample + 1]).pow(3).sum().backward()
-            close([of[sample] for of in each.values()], [p.grad for p in net.parameters()])
+            own = [of[sample] for of in each.values()]
+            assert error(own, [p.grad for p in net.parameters()]) < 1e-9
