@@ -3,9 +3,7 @@
 import copy
 
 import pytest
-import timm
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -28,15 +26,6 @@ def adamw(model, **how):
     return torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, **how})
 
 
-@pytest.mark.parametrize("theta", ZERO_KEY)
-def test_zero_keys_leave_every_bit_of_the_logits(theta):
-    model, x = build(theta), images()
-    step(model, adamw(model), 2)
-    before = logits(model, x)
-    assert grow(model, **SIZES) is model
-    assert torch.equal(logits(model, x), before)
-
-
 @pytest.mark.parametrize(
     ("theta", "init"),
     [*((theta, "zero_key") for theta in ZERO_KEY), *((theta, "duplicate") for theta in THETAS)],
@@ -44,11 +33,13 @@ def test_zero_keys_leave_every_bit_of_the_logits(theta):
 def test_growth_to_any_size_is_exact(theta, init, rounding):
     model, x = build(theta, pattention_args={"eps": 1e-3}), images()
     step(model, adamw(model), 2)
-    sizes = [{"num_qkv_param_tokens": 37}, {"num_ffn_param_tokens": 301}]
-    if init == "duplicate":
-        sizes = [DOUBLED, {"num_ffn_param_tokens": 768}]
     exact = in_float64(copy.deepcopy(model))
     before, before64 = logits(model, x), logits(exact, x.double())
+    sizes = [DOUBLED, {"num_ffn_param_tokens": 768}]
+    if init == "zero_key":
+        assert grow(model, **SIZES) is model
+        assert torch.equal(logits(model, x), before)  # with another size, sums have another order
+        sizes = [{"num_qkv_param_tokens": 77}, {"num_ffn_param_tokens": 301}]
     for counts in sizes:
         grow(model, **counts, init=init)
         grow(exact, **counts, init=init)
@@ -91,12 +82,9 @@ def test_layers_of_another_module_grow_shrink_and_are_sized_by_name():
     assert count_pairs(pruned) == {"fc1": 24, "fc2": 24}  # the zero keys had no use
     torch.testing.assert_close(pruned(x), before)
     growth.nest(net, (0.5,), kinds=["fc1"])
-    small = growth.extract(net, 0.5)
-    assert count_pairs(small) == {"fc1": 24, "fc2": 24}
-    assert count_pairs(growth.extract(net, num_qkv_param_tokens={"fc2": 3})) == {
-        "fc1": 48,
-        "fc2": 3,
-    }
+    assert count_pairs(growth.extract(net, 0.5)) == {"fc1": 24, "fc2": 24}
+    small = growth.extract(net, num_qkv_param_tokens={"fc2": 3})
+    assert count_pairs(small) == {"fc1": 48, "fc2": 3}
     layer = Pattention(8, 8, 16)
     assert grow(layer, {"": 32}).num_param_tokens == 32
     with pytest.raises(InputError, match=r"kind 'ffn'; choose from fc1, fc2"):
@@ -144,15 +132,6 @@ def test_released_growth_draws_and_scales_as_the_released_code(theta):
     assert layer.value_param_tokens[128:].std().item() == pytest.approx(std, rel=0.02)
     assert layer.tau == torch.tensor(default_tau(theta, 2048))
     assert model.blocks[1].attn.query.tau == tau
-
-
-@pytest.mark.parametrize("theta", ["gelu_l2", "softmax"])
-def test_a_grown_model_is_reloaded_by_timm(theta, tmp_path):
-    model, x = grow(build(theta), **SIZES, init="random", split=True), images()
-    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
-    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    assert torch.equal(logits(again, x), logits(model, x))
-    assert again.blocks[1].mlp.num_param_tokens == 192
 
 
 @pytest.mark.parametrize("theta", ["gelu_l2", "gelu_l1"])
@@ -212,21 +191,18 @@ CHANGES = [
 ]
 
 
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("wrap", ["DistributedDataParallel", "FSDPModule"])
-def test_a_wrapped_model_is_refused(wrap, tmp_path):
+def test_a_wrapped_model_is_refused(wrap):
     model = build()
     usage = growth.measure_usage(model, [images()])
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        if wrap == "FSDPModule":
-            wrapped: nn.Module = pytest.importorskip("torch.distributed.fsdp").fully_shard(model)
-        else:
-            wrapped = nn.parallel.DistributedDataParallel(model)
-        for change in CHANGES:
-            with pytest.raises(InputError, match=rf"{wrap}.* before it is wrapped"):
-                change(wrapped, usage)
-    finally:
-        dist.destroy_process_group()
+    if wrap == "FSDPModule":
+        wrapped: nn.Module = pytest.importorskip("torch.distributed.fsdp").fully_shard(model)
+    else:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    for change in CHANGES:
+        with pytest.raises(InputError, match=rf"{wrap}.* before it is wrapped"):
+            change(wrapped, usage)
 
 
 def test_a_compiled_model_is_trained_before_and_after_growth():

@@ -346,7 +346,7 @@ def of_parts(model):
     named = dict(model.named_parameters())
     attention = [p for name, p in named.items() if ".attn." in name]
     others = [p for name, p in named.items() if ".attn." not in name]
-    return torch.optim.AdamW(attention, lr=1e-3), torch.optim.SGD(others, lr=1e-3, momentum=0.9)
+    return torch.optim.AdamW(attention, lr=1e-3), torch.optim.SGD(others, lr=0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize("split", [False, True])

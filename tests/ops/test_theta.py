@@ -18,10 +18,6 @@ def released(scores, theta, tau):
     return weights
 
 
-def double(value):
-    return torch.tensor(value, dtype=torch.float64)
-
-
 def test_released_default_of_tau():
     expected = {"softmax": 576, "gelu_l1": 576, "gelu": 1, "gelu_tanh": 1}
     assert all(default_tau(theta, 576) == expected.get(theta, 24) for theta in THETAS)  # √576
@@ -69,10 +65,10 @@ def test_sums_in_float32_and_rounds_once_to_the_dtype(theta, dtype):
 @pytest.mark.parametrize("theta", THETAS)
 def test_what_is_normed_is_what_the_weights_depend_on(theta):
     scores = torch.randn(5, 60, dtype=torch.float64)
-    tau = double(default_tau(theta, 60))
+    tau = torch.tensor(default_tau(theta, 60)).double()
     weights = theta_weights(scores, theta, tau, 0.0)
     shares, order = norm_shares(scores, weights, theta), THETAS[theta].norm_order
-    torch.testing.assert_close(shares.sum(-1), double([float(order > 0)] * 5))
+    torch.testing.assert_close(shares.sum(-1), torch.full((5,), float(order > 0)).double())
     # Without half the pairs, a τ that follows their shares leaves the weights of the others.
     left = shares[:, 30:].sum(-1, keepdim=True) ** (1 / order) if order else 1 + shares
     for row in range(5):
