@@ -374,6 +374,8 @@ def test_an_optimizer_of_what_does_not_grow_need_not_be_given():
     muon, adamw = muon_and_adamw(model)
     step(model, muon)
     grow(model, num_ffn_param_tokens=160, optimizer=muon, split=True)
+    held = [p for each in (muon, adamw) for group in each.param_groups for p in group["params"]]
+    assert len(held) == len({*held}) == len([*model.parameters()])
     step(model, adamw)
     step(model, muon)
 

@@ -279,6 +279,7 @@ def follow(
     """Give optimizers the new parameters of layers, and take out those that others hold now."""
     if not optimizers:
         return
+    holders = {*merged_into.values()}
     places = {p: place for place, p in enumerate(model.parameters())}
     numbers = {optimizer: len(optimizer.param_groups) for optimizer in optimizers}
     homes = {p: (o, group) for o in optimizers for group in o.param_groups for p in group["params"]}
@@ -286,7 +287,9 @@ def follow(
         group.pop("param_names", None)  # optional, and wrong from here on
     for parameters in [dict(layer.named_parameters(recurse=False)) for layer in layers]:
         for name, parameter in parameters.items():
-            if parameter in homes or not parameter.requires_grad:
+            # Others, such as τ, may belong to an optimizer that was not given.
+            is_new = name.startswith("new_") or parameter in holders
+            if parameter in homes or not parameter.requires_grad or not is_new:
                 continue
             gone = (each for each, holder in merged_into.items() if holder is parameter)
             models = (parameters[name.removeprefix("new_")], *gone, *parameters.values())

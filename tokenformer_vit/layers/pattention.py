@@ -177,10 +177,9 @@ class Pattention(nn.Module):
             raise InputError(f"size must be a share above 0 and at most 1, but got {size!r}")
         self._size = float(size)
         self._used = None if size == 1 else self.count_at(size)
-        trained = (*self.nested, 1.0)
         # Counted from the end: torch.compile would compile again for the places 0 and 1.
-        self._place = trained.index(size) - len(trained) if size in trained else -1
-        self._ratio = 1.0 if size in trained else self._tau_ratio(size)
+        self._place = self.nested.index(size) - len(self.nested) - 1 if size in self.nested else -1
+        self._ratio = 1.0 if size in self.nested else self._tau_ratio(size)  # 1 for all pairs
 
     def count_at(self, size: float) -> int:
         """Return the number of pairs of a size."""
