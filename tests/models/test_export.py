@@ -1,4 +1,5 @@
 """Programs that need no code of the package, and number types."""
+# pyright: reportPossiblyUnboundVariable=false
 
 import re
 import warnings
@@ -16,7 +17,7 @@ from tokenformer_vit.ops import THETAS
 from tokenformer_vit.ops.theta import Theta
 
 
-def script(model):
+def script(model) -> Any:
     with set_scriptable(True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.jit.script(model)

@@ -4,6 +4,7 @@ import io
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -55,7 +56,7 @@ def test_timm_and_the_exported_folder_give_the_same_model(name, images):
 @each_model
 def test_other_heads_channels_sizes_and_features(name, images):
     model, (_, _, first, shape) = create(name), MODELS[name]
-    other = create(name, num_classes=100, in_chans=1, img_size=64)
+    other: Any = create(name, num_classes=100, in_chans=1, img_size=64)
     assert other(images(64, channels=1)).shape == (2, 100)
     weights, new = (each.patch_embed.get_submodule(first).weight for each in (model, other))
     torch.testing.assert_close(new, weights.sum(1, keepdim=True))
