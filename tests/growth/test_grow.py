@@ -218,3 +218,25 @@ def test_a_compiled_model_is_trained_before_and_after_growth():
     step(model, optimizer, 2)
     assert all((p.grad != 0).any() for p in model.parameters())
     assert (logits(model, x) - logits(plain, x)).abs().max() > 0
+
+
+def test_a_second_growth_is_as_exact_as_the_first():
+    net, x = Net(), torch.randn(5, 8)
+    grow(net, {"fc1": 32, "fc2": 32}, freeze="old")
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
+    net(x).square().sum().backward()
+    optimizer.step()
+    outputs = net(x)
+    with pytest.raises(InputError, match="no layer gets new pairs"):
+        grow(net, {"fc1": 32}, freeze="old", optimizer=optimizer)
+    with pytest.raises(InputError, match="all numbers of pairs in the dict"):
+        grow(net, {"fc1": 40}, num_ffn_param_tokens=64)
+    new = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
+    assert not net.load_state_dict(new, strict=False).unexpected_keys  # a file of an adapter
+    old = net.state_dict()["fc1.key_param_tokens"].clone()
+    grow(net, {"fc1": 40, "fc2": None}, freeze="old", optimizer=optimizer)
+    with pytest.raises(InputError, match="from before the model's pairs changed"):
+        outputs.sum().backward()
+    torch.testing.assert_close(net(x), outputs)
+    assert optimizer.state_dict()["state"].keys() <= {0, 1, 2, 3}
+    assert torch.equal(net.fc1.key_param_tokens[:24], old)

@@ -107,6 +107,11 @@ def grow(
             depth = depths[re.sub(r"\d+", "", name)]
             after[name] = _grown(name, layers[name], growing[name], init, depth, generator)
     sized = {name for name, layer in layers.items() if layer.sized}
+    optimizers = unwrapped(optimizer)
+    if freeze and not growing:
+        raise InputError("freeze is 'old', but no layer gets new pairs: give larger numbers")
+    if new_lr_scale and any(g["lr"] is None for each in optimizers for g in each.param_groups):
+        raise InputError("new_lr_scale needs a learning rate, but the optimizer's lr is None")
     if growing and (nested or any(state.nested for state in before.values())):
         if init == "duplicate":
             raise InputError(
@@ -123,7 +128,6 @@ def grow(
         # Also pairs that were new in the last growth and are old now.
         if state is not before[name] or layers[name].new_key_param_tokens is not None
     }
-    optimizers = unwrapped(optimizer)
     split = split or freeze is not None or new_lr_scale is not None
     merged_into = write_states(model, changed, split, optimizers, moments)
     for name, layer in layers.items():
@@ -154,7 +158,7 @@ def join_tokens(
     """Store the old and the new pairs of a grown model in one parameter again, in place.
 
     Exports always contain joined pairs, also without this. ``optimizer`` and ``moments`` are as in
-    :func:`grow`; masks and sizes are reset, and outputs stay.
+    :func:`grow`; masks and sizes are reset, outputs stay, and frozen old pairs are trained again.
     """
     layers = unwrapped_layers(model)
     split = {n: each for n, each in layers.items() if each.new_key_param_tokens is not None}
@@ -215,7 +219,7 @@ def _with_present_sizes(
     for size in model_sizes(model):
         counts = [(layers[name].count_at(size), after[name].num) for name in sized]
         share = common_share(counts)
-        if share in (None, 1) or any(
+        if share in (None, 1, *nested) or any(
             after[n].num != before[n].num for n in after if n not in sized
         ):
             raise InputError(

@@ -63,7 +63,7 @@ def extract(
         sized = [layer for layer in layers.values() if layer.sized]
         for own in model_sizes(smaller)[:-1]:
             share = common_share((each.count_at(own), each.count_at(size)) for each in sized)
-            if own < size and share not in (None, 1):
+            if own < size and share not in (None, 1, *(known for _, known in kept)):
                 kept.append((own, share))
     states = {}
     for name, layer in layers.items():

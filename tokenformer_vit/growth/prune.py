@@ -14,14 +14,7 @@ from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.ops import find_theta, norm_shares
 
-from .resize import (
-    LayerState,
-    Model,
-    counts_by_layer,
-    read_state,
-    unwrapped_layers,
-    write_states,
-)
+from .resize import LayerState, Model, counts_by_layer, read_state, unwrapped_layers, write_states
 
 
 @dataclass(frozen=True)
@@ -127,7 +120,7 @@ def prune(
     To keep the weights of the other pairs, τ is reduced with it; the README has the formula.
 
     Args:
-        model: Any module with Pattention layers; masks and nested sizes are reset.
+        model: Any module with Pattention layers; masks, and nested sizes if pairs go, are reset.
         usage: Usage that :func:`measure_usage` returned for this model.
         num_qkv_param_tokens: Number of pairs to keep in each query, key and value projection, or a
             list with one for each block, or a dict, as in :func:`grow`; None keeps all.

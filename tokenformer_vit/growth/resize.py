@@ -24,6 +24,7 @@ Model = TypeVar("Model", bound=nn.Module)
 MOMENTS = ("keep", "reset")
 # States of an optimizer that start at the parameter: of Schedule-Free, MADGRAD, and Lookahead.
 _START_AT_PARAMETER = ("z", "x0", "lookahead_slow_buff")
+_NUMBERS = ("step", "mu_product", "eta", "mu")  # 0-dim, as a τ and its moments
 
 
 class LayerState(NamedTuple):
@@ -77,9 +78,11 @@ def counts_by_layer(
     ``counts`` are those of ``qkv``, ``proj`` and ``ffn``; or the first of them has all numbers by
     kind, or by the full name of a layer.
     """
-    named: Any = counts[0]
-    if not isinstance(named, Mapping):
-        named = {kind: c for kind, c in zip(COUNTS, counts, strict=True) if c is not None}
+    first: Any = counts[0]
+    if isinstance(first, Mapping) and any(count is not None for count in counts[1:]):
+        raise InputError("give all numbers of pairs in the dict, or none")
+    named: Any = first if isinstance(first, Mapping) else dict(zip(COUNTS, counts, strict=True))
+    named = {kind: count for kind, count in named.items() if count is not None}
     if not named:
         raise InputError(f"no number of pairs is given: give {', '.join(COUNTS.values())}")
     wanted = {}
@@ -185,7 +188,7 @@ def resize(
                 f"{names} does not have all parameters that grow, or keeps one state for all: give "
                 "all optimizers, built from model.parameters() before growth; or build them anew"
             )
-        state = _grown_state(owner, change) if owner is not None and moments == "keep" else {}
+        state = _grown_state(owners, change) if owner is not None and moments == "keep" else {}
         states.append((owner, state))
     # The cache of autocast holds weak references. torch.utils.swap_tensors, the public way, also
     # refuses those of Python, which torch.compile holds, and a graph that is alive but done with.
@@ -199,8 +202,9 @@ def resize(
         grad = None
         if any(each is not None for each in grads):
             grad = _with_rows(torch.zeros_like(data), grads, old_parts)
-        if parameter.requires_grad:  # a graph of before growth would write to the old tensor
-            get_gradient_edge(parameter).node.register_prehook(_refuse_old_graph)
+        for part in old_parts:  # to which a graph of before growth would write
+            if part.requires_grad:
+                get_gradient_edge(part).node.register_prehook(_refuse_old_graph)
         _swap(parameter, data, any(part.requires_grad for part in old_parts))
         parameter.grad = grad
         if owner is not None:
@@ -228,22 +232,21 @@ def _refuse_old_graph(grads: Any) -> None:
     )
 
 
-def _grown_state(optimizer: Optimizer, change: GrownParameter) -> dict[str, Any]:
+def _grown_state(owners: Mapping[Any, Optimizer], change: GrownParameter) -> dict[str, Any]:
     """Compute the state of a parameter; numbers, such as a step, are those of the first part."""
-    parts = [optimizer.state.get(part) or {} for part in change.old_parts]
+    parts = [owners[p].state.get(p) or {} if p in owners else {} for p in change.old_parts]
     state = dict(next(filter(None, parts), {}))
     for name, value in state.items():
         like = next(p for p, of_part in zip(change.old_parts, parts, strict=True) if of_part)
         fits = type(value) is Tensor and value.shape == like.shape
-        # Rprop's step sizes start at the rate, not at zero.
-        if name != "step" and fits and name != "step_size":
+        if fits and name not in _NUMBERS and name != "step_size":  # Rprop's start at the rate
             start = change.data if name in _START_AT_PARAMETER else torch.zeros_like(change.data)
             values = [of_part.get(name) for of_part in parts]
             state[name] = _with_rows(start.to(value.dtype, copy=True), values, change.old_parts)
         elif getattr(value, "shape", isinstance(value, list | tuple | dict)):
             raise InputError(
-                f"{type(optimizer).__name__} has a state ({name}) that cannot be carried over to "
-                "a larger parameter: give moments='reset', or build a new optimizer after growth"
+                f"the optimizer has a state ({name}) that cannot be carried over to a larger "
+                "parameter: give moments='reset', or build a new optimizer after growth"
             )
     return state
 
@@ -314,7 +317,7 @@ def follow(
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if p not in merged_into]
-        for gone in merged_into:
+        for gone in (*merged_into, *(p for p in holders if p not in homes)):
             optimizer.state.pop(gone, None)  # PyTorch could not save it
 
 

@@ -2,13 +2,12 @@
 
 from .attention import Attention
 from .block import TokenFormerBlock
-from .norm import BlockLayerNorm, BlockNorm, BlockRMSNorm
+from .norm import BlockLayerNorm, BlockRMSNorm
 from .pattention import Pattention
 
 __all__ = [
     "Attention",
     "BlockLayerNorm",
-    "BlockNorm",
     "BlockRMSNorm",
     "Pattention",
     "TokenFormerBlock",

@@ -294,7 +294,8 @@ def join_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name in TOKENS:
         for new in [key for key in joined if key.endswith(f"new_{name}")]:
             old = new.removesuffix(f"new_{name}") + name
-            joined[old] = torch.cat((joined[old], joined.pop(new)))
+            if old in joined:  # else it is the file of new pairs alone
+                joined[old] = torch.cat((joined[old], joined.pop(new)))
     return joined
 
 
