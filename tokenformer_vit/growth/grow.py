@@ -110,7 +110,9 @@ def grow(
     optimizers = unwrapped(optimizer)
     if freeze and not growing:
         raise InputError("freeze is 'old', but no layer gets new pairs: give larger numbers")
-    if new_lr_scale and any(g["lr"] is None for each in optimizers for g in each.param_groups):
+    if new_lr_scale and any(
+        g.get("lr", 1.0) is None for each in optimizers for g in each.param_groups
+    ):
         raise InputError("new_lr_scale needs a learning rate, but the optimizer's lr is None")
     if growing and (nested or any(state.nested for state in before.values())):
         if init == "duplicate":
