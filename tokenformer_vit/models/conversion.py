@@ -1,15 +1,64 @@
-"""Compare the outputs of two models that shall compute the same."""
+"""What conversions of Transformers share: write a block, and compare the outputs of two models."""
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.layers import Pattention
 
 # Of the relative error in float32: rounding gives 1e-6, and an eps or scale set by hand 1e-2.
 LIMIT = 1e-4
+
+
+def unseen(module: nn.Module) -> str:
+    """Say what a module does besides its class: a hook, or a forward of its own; "" if nothing."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has a forward hook"
+    return "has a forward of its own" if "forward" in vars(module) else ""
+
+
+def readable(model: nn.Module) -> Any:
+    """Return a copy to read, in evaluation mode, in float32 where precision would be lost."""
+    copied = copy.deepcopy(model).eval()
+    return copied.float() if next(model.parameters()).dtype.itemsize < 4 else copied
+
+
+def covariances(
+    model: nn.Module, layers: Sequence[nn.Module], batches: Iterable[Tensor]
+) -> dict[nn.Module, Tensor]:
+    """Sum z zᵀ (C_in, C_in) over the inputs z of layers, in float64; nothing without a batch."""
+    sums: dict[nn.Module, Any] = {}
+
+    def add(layer: nn.Module, inputs: tuple[Tensor]) -> None:
+        rows = inputs[0].flatten(0, -2).double()
+        sums[layer] = sums.get(layer, 0) + rows.t() @ rows
+
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(layer.register_forward_pre_hook(add))
+        for batch in batches.split(32) if isinstance(batches, Tensor) else batches:
+            model(batch.to(next(model.parameters()).device))
+    return sums
+
+
+def write_block(
+    target: Any, qkv: nn.Linear, proj: nn.Linear, mlp: Any, of_qkv: Any, of_proj: Any
+) -> None:
+    """Give a TokenFormer block the layers of a Transformer's.
+
+    ``qkv`` has the rows of q, k and v; ``mlp`` are the arguments of ``from_mlp``; ``of_qkv`` and
+    ``of_proj`` are covariances of inputs, or None.
+    """
+    for number, name in enumerate(("query", "key", "value")):
+        rows = slice(number * proj.in_features, (number + 1) * proj.in_features)
+        setattr(target.attn, name, Pattention.from_linear(qkv, of_qkv, rows, kind="qkv"))
+    target.attn.proj = Pattention.from_linear(proj, of_proj, kind="proj")
+    target.mlp = Pattention.from_mlp(*mlp, kind="ffn")
 
 
 def noise_images(vit: Any, number: int) -> Tensor:
