@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
@@ -28,37 +29,33 @@ def readable(model: nn.Module) -> Any:
     return copied.float() if next(model.parameters()).dtype.itemsize < 4 else copied
 
 
-def covariances(
-    model: nn.Module, layers: Sequence[nn.Module], batches: Iterable[Tensor]
-) -> dict[nn.Module, Tensor]:
-    """Sum z zᵀ (C_in, C_in) over the inputs z of layers, in float64; nothing without a batch."""
-    sums: dict[nn.Module, Any] = {}
+def write_blocks(
+    source: nn.Module, targets: Any, parts: Sequence[Sequence[Any]], batches: Iterable[Tensor]
+) -> None:
+    """Give TokenFormer blocks the layers of the blocks of a Transformer.
+
+    ``parts`` has for each block the linear layer to q, k and v, the output projection, and the
+    arguments of ``Pattention.from_mlp``. ``batches`` order the pairs of linear tokens, if any.
+    """
+    of: dict[nn.Module, Any] = {}  # sums of z zᵀ (C_in, C_in) over the inputs z of a layer
 
     def add(layer: nn.Module, inputs: tuple[Tensor]) -> None:
         rows = inputs[0].flatten(0, -2).double()
-        sums[layer] = sums.get(layer, 0) + rows.t() @ rows
+        of[layer] = of.get(layer, 0) + rows.t() @ rows
 
     with ExitStack() as stack:
-        for layer in layers:
+        for layer in (layer for each in parts for layer in each[:2]):
             stack.enter_context(layer.register_forward_pre_hook(add))
         for batch in batches.split(32) if isinstance(batches, Tensor) else batches:
-            model(batch.to(next(model.parameters()).device))
-    return sums
-
-
-def write_block(
-    target: Any, qkv: nn.Linear, proj: nn.Linear, mlp: Any, of_qkv: Any, of_proj: Any
-) -> None:
-    """Give a TokenFormer block the layers of a Transformer's.
-
-    ``qkv`` has the rows of q, k and v; ``mlp`` are the arguments of ``from_mlp``; ``of_qkv`` and
-    ``of_proj`` are covariances of inputs, or None.
-    """
-    for number, name in enumerate(("query", "key", "value")):
-        rows = slice(number * proj.in_features, (number + 1) * proj.in_features)
-        setattr(target.attn, name, Pattention.from_linear(qkv, of_qkv, rows, kind="qkv"))
-    target.attn.proj = Pattention.from_linear(proj, of_proj, kind="proj")
-    target.mlp = Pattention.from_mlp(*mlp, kind="ffn")
+            source(batch.to(next(source.parameters()).device))
+    blocks = zip(tqdm(parts, "converting", disable=None), targets, strict=True)
+    for (qkv, proj, *mlp), target in blocks:
+        for number, name in enumerate(("query", "key", "value")):
+            rows = slice(number * proj.in_features, (number + 1) * proj.in_features)
+            layer = Pattention.from_linear(qkv, of.get(qkv), rows, kind="qkv")
+            target.attn.set_submodule(name, layer)
+        target.attn.proj = Pattention.from_linear(proj, of.get(proj), kind="proj")
+        target.mlp = Pattention.from_mlp(*mlp, kind="ffn")
 
 
 def noise_images(vit: Any, number: int) -> Tensor:

@@ -1,7 +1,6 @@
 """Convert a Vision Transformer to a TokenFormer that computes the same, and back; see README.md.
 
-What is outside of linear layers is copied. An MLP is a Pattention layer as it stands; q, k, v and
-the output projection become linear tokens.
+Norms and MLPs are copied; q, k, v and the output projection become linear tokens.
 """
 
 import re
@@ -15,24 +14,22 @@ from timm import layers
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import BlockRMSNorm
 from tokenformer_vit.layers.arguments import COUNTS
 
-from .conversion import check_equal, covariances, noise_images, readable, unseen, write_block
+from .conversion import check_equal, noise_images, readable, unseen, write_blocks
 from .sizes import find_layers
 from .vit import ChannelsLast, ConvStem, TokenFormerViT
 
 # The modules that have a counterpart, with a pattern of their names.
 _ANY = VisionTransformer, VisionTransformerDistilled, layers.PatchEmbed, nn.Conv2d, nn.Sequential
-_ANY += Block, layers.Attention, layers.Mlp, layers.LayerScale, nn.Dropout
-_ANY += layers.PatchDropout, layers.DropPath  # idle in evaluation
+_ANY += Block, layers.Attention, layers.Mlp, layers.LayerScale, nn.Dropout, layers.PatchDropout
 _RMS = nn.RMSNorm, layers.RmsNorm
 _NORMS = nn.LayerNorm, layers.LayerNorm, layers.LayerNormFp32, *_RMS
 _PARTS = {
-    **dict.fromkeys(_ANY, ".*"),
+    **dict.fromkeys((*_ANY, layers.DropPath), ".*"),
     **dict.fromkeys((ConvStem, ChannelsLast, nn.ReLU, nn.MaxPool2d), r"patch_embed.*"),
     nn.Identity: r".*(drop|norm|head|ls|path)\w*",
     nn.Linear: r"head|head_dist|blocks.*\.(qkv|proj|fc1|fc2)",
@@ -56,19 +53,17 @@ def from_vit(vit: VisionTransformer, images: Tensor | Iterable[Tensor] = ()) -> 
     Returns:
         A ``tokenformer_vit`` with Θ ``linear`` in q, k, v, o and ``gelu`` or ``gelu_tanh`` in the
         feed-forward part, in evaluation mode, on the device and in the dtype of ``vit``, with its
-        preprocessing and class names; without dropout and stochastic depth.
+        preprocessing and class names; without dropout and stochastic depth. A block has 16d²
+        weights, and after ``timm.utils.reparameterize_model`` the ViT's 12d².
 
     Raises:
         InputError: If a part of ``vit`` has no exact counterpart, or the outputs differ.
-
-    Note:
-        A block has 16d² weights, and after ``timm.utils.reparameterize_model`` the ViT's 12d².
     """
     for obstacle in _obstacles(vit):
         raise InputError(f"no exact TokenFormer: {obstacle}; give timm's plain VisionTransformer")
     source: Any = readable(vit)
     blocks, norm1 = source.blocks, source.blocks[0].norm1
-    norms = ("none", "weight+bias") if isinstance(norm1, nn.LayerNorm) else ("rms", "rms+weight")
+    norms = ("rms", "rms+weight") if isinstance(norm1, _RMS) else ("none", "weight+bias")
     model: Any = _build(
         "tokenformer_vit" + "_distilled" * isinstance(vit, VisionTransformerDistilled),
         source,
@@ -77,10 +72,8 @@ def from_vit(vit: VisionTransformer, images: Tensor | Iterable[Tensor] = ()) -> 
         stem="conv" if isinstance(source.patch_embed, ConvStem) else "patch",
         **dict.fromkeys(COUNTS.values(), 1),  # these layers are replaced
     )
-    of = covariances(source, [m for b in blocks for m in (b.attn.qkv, b.attn.proj)], images)
-    for block, target in zip(tqdm(blocks, "converting", disable=None), model.blocks, strict=True):
-        attn, mlp = block.attn, (block.mlp.fc1, block.mlp.fc2, block.mlp.act)
-        write_block(target, attn.qkv, attn.proj, mlp, of.get(attn.qkv), of.get(attn.proj))
+    parts = [(b.attn.qkv, b.attn.proj, b.mlp.fc1, b.mlp.fc2, b.mlp.act) for b in blocks]
+    write_blocks(source, model.blocks, parts, images)
     check_equal(model.eval(), source, noise_images(source, 1))
     return model.to(next(vit.parameters()).dtype)
 
@@ -133,14 +126,12 @@ def to_vit(model: TokenFormerViT) -> VisionTransformer:
         rows = [(each.weight, each.bias) for each in (attn.query, attn.key, attn.value)]
         weight, qkv_bias = (None if t[0] is None else torch.cat(t) for t in zip(*rows, strict=True))
         target.attn.proj = attn.proj
-        for linear, *tensors in (
-            (target.attn.qkv, weight, qkv_bias),
-            (target.mlp.fc1, keys, score_bias),
-            (target.mlp.fc2, values.t(), block.mlp.bias),
-        ):
-            for name, tensor in zip(("weight", "bias"), tensors, strict=True):
-                if tensor is not None:
-                    linear.get_parameter(name).copy_(tensor)
+        tensors = {
+            **{"attn.qkv.weight": weight, "attn.qkv.bias": qkv_bias},
+            **{"mlp.fc1.weight": keys, "mlp.fc1.bias": score_bias},
+            **{"mlp.fc2.weight": values.t(), "mlp.fc2.bias": block.mlp.bias},
+        }
+        target.load_state_dict({n: t for n, t in tensors.items() if t is not None}, strict=False)
     check_equal(vit.eval(), source, noise_images(source, 1))
     return vit.to(next(model.parameters()).dtype)
 
