@@ -36,13 +36,11 @@ def from_gpt2(model: GPT2LMHeadModel, texts: Iterable[Tensor] = ()) -> TokenForm
 
     Returns:
         A model in evaluation mode, without dropout, on the device and in the dtype of ``model``,
-        with its generation configuration.
+        with its generation configuration. Positions start after padding on the left, as in GPT-2's
+        ``generate``, not its ``forward``.
 
     Raises:
         InputError: If a part of ``model`` has no exact counterpart, or the outputs differ.
-
-    Note:
-        Positions start after padding on the left, as in GPT-2's ``generate``, not its ``forward``.
     """
     for obstacle in _obstacles(model):
         raise InputError(
