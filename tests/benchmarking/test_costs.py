@@ -7,13 +7,14 @@ import timm
 import torch
 from timm.layers import SwiGLU
 from timm.models.vision_transformer import ParallelScalingBlock
+from timm.utils import reparameterize_model
 
 from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total, training_flops
 from tokenformer_vit.benchmarking.measures import counted_flops
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow
+from tokenformer_vit.growth import extract, grow
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.models import LMConfig, TokenFormerLM
+from tokenformer_vit.models import LMConfig, TokenFormerLM, from_vit
 
 pytestmark = pytest.mark.usefixtures("plain_attention")
 SMALL = {"depth": 2, "embed_dim": 24, "num_heads": 3, "img_size": 32, "patch_size": 8}
@@ -133,6 +134,16 @@ def test_growth_and_pairs_that_are_not_read(make):
     model.blocks[0].attn.query.active = torch.arange(0, 90, 3)
     costs = total(check(model))
     assert whole.forward_flops - costs.forward_flops == 2 * 17 * 60 * 2 * 24
+
+
+def test_linear_tokens_cost_a_projection_or_less():
+    vit = vision("vit_tiny_patch16_224")
+    model, expected = from_vit(vit), model_costs(vit)
+    for part, cost in model_costs(model).items():
+        assert cost.forward_flops == expected[part].forward_flops
+    assert check(reparameterize_model(model)) == expected
+    less = total(expected).forward_flops - total(check(extract(model, None, 10, 8))).forward_flops
+    assert less == 2 * 17 * 2 * (3 * (24**2 - 10 * 48) + 24**2 - 8 * 48)
 
 
 def test_other_lengths_are_those_of_other_images():

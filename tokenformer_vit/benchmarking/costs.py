@@ -20,6 +20,7 @@ from torch import nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
 from tokenformer_vit.models import TokenFormerLM
+from tokenformer_vit.ops.pattention import product_is_cheaper
 
 # Parts of a model, with their names in tables.
 PARTS = {
@@ -75,8 +76,10 @@ def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Co
 
     Sizes are read from the parameters, also after growth; they may be on the device ``meta``.
     Every parameter is counted once: an embedding that is also the head counts as embedding, and its
-    product as head. Of pairs that a layer does not use, only the parameters count. A language model
-    predicts after every token, and every token attends to all others, as in the paper.
+    product as head. Of pairs that a layer does not use, only the parameters count. Linear tokens
+    cost as one product where that is cheaper, without forming its weight Vᵀ K, which inference does
+    once and training once a step. A language model predicts after every token, and every token
+    attends to all others, as in the paper.
 
     Args:
         model: ``TokenFormerViT``, timm ``VisionTransformer`` with ordinary blocks,
@@ -108,13 +111,20 @@ def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Co
         costs[part] += Cost(count, 2 * count * rows.get(part, 0) if is_matrix else 0)
     for name, module in model.named_modules():
         if isinstance(module, Pattention):
-            idle = module.num_param_tokens - module.num_used
-            idle *= module.in_features + module.out_features
-            costs[_part(f"{name}.")] += Cost(0, -2 * idle * tokens)
+            weights = module.num_param_tokens * (module.in_features + module.out_features)
+            costs[_part(f"{name}.")] += Cost(0, 2 * tokens * (products(module) - weights))
     # Scores and weighted sums.
     costs["token_token"] += Cost(0, 4 * width * tokens**2)
     costs["head"] += Cost(0, 2 * shared * rows["head"])
     return costs
+
+
+def products(layer: Pattention) -> int:
+    """Return the multiplications of a layer for an input token."""
+    keys, values, *_ = layer.used_tokens()
+    if layer.theta == "linear" and product_is_cheaper(keys, values, None):
+        return layer.in_features * layer.out_features
+    return layer.num_used * (layer.in_features + layer.out_features)
 
 
 def _part(name: str) -> str:
