@@ -1,5 +1,6 @@
 """A converted folder has the outputs, the class names and the preprocessing of its source."""
 
+import copy
 import json
 import re
 
@@ -9,13 +10,17 @@ import timm
 import torch
 from PIL import Image
 from timm.data import resolve_input_data_config
-from timm.layers import RmsNorm
 from timm.models.vision_transformer import VisionTransformer
+from timm.utils import reparameterize_model
 
 from tokenformer_vit.cli import convert, export, inspect_tokens
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models import LMConfig, TokenFormerLM
+from tokenformer_vit.growth import extract
+from tokenformer_vit.models import LMConfig, TokenFormerLM, from_vit, to_vit
 from tokenformer_vit.models.checkpoints import save_model
+from tokenformer_vit.models.vit import ConvStem
+from tokenformer_vit.vision.compression import tensor_batches
+from tokenformer_vit.vision.images import list_images
 from tokenformer_vit.vision.prediction import class_names
 
 NAME = "vit_tiny_patch16_224"
@@ -66,7 +71,9 @@ def test_a_vit_on_the_disk_becomes_a_folder(kind, vit, folder, tmp_path, capsys)
     assert f"**Converted from:**\n  - Model: {NAME}" in (tmp_path / "out/README.md").read_text()
 
 
-def test_images_are_compared_and_the_result_can_be_inspected(folder, tmp_path, capsys, generator):
+def test_images_order_the_pairs_and_the_result_can_be_inspected(
+    vit, folder, tmp_path, capsys, generator
+):
     photos = tmp_path / "photos"
     photos.mkdir()
     for index in range(6):
@@ -74,29 +81,84 @@ def test_images_are_compared_and_the_result_can_be_inspected(folder, tmp_path, c
         image.save(photos / f"{index}.png")
     run(folder, tmp_path / "out", "--images", photos, "--batch-size", 5)
     assert "and 100.00% with the same top-1 class, of 6 images\n" in capsys.readouterr().out
-    inspect_tokens.main([str(tmp_path / "out"), str(photos), "--out", str(tmp_path / "seen")])
-    assert json.loads((tmp_path / "seen/tokens.json").read_text())["theta"] == "gelu"
+    model = same(tmp_path / "out", vit)
+    expected = from_vit(vit, tensor_batches(model, list_images([photos]), 5, torch.device("cpu")))
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    for layer, theta in (("blocks.1.mlp", "gelu"), ("blocks.1.attn.value", "linear")):
+        words = [tmp_path / "out", photos, "--layer", layer, "--out", tmp_path / "seen"]
+        inspect_tokens.main([str(word) for word in words])
+        assert json.loads((tmp_path / "seen/tokens.json").read_text())["theta"] == theta
 
 
-def test_a_name_of_timm_brings_its_pretrained_weights(vit, tmp_path, monkeypatch):
+@pytest.mark.parametrize("eps", [1e-5, 1e-6])
+def test_a_cut_model_becomes_a_plain_vit(eps, vit, tmp_path, capsys):
+    for module in vit.modules():
+        if hasattr(module, "eps"):
+            module.eps = eps
+    cut = extract(from_vit(vit), None, 20, 48, 100)
+    save_model(cut, tmp_path / "cut", NAMES, {"mean": (0.1, 0.2, 0.3)})
+    run(tmp_path / "cut", tmp_path / "out", "--to-vit", "--batch-size", 20)
+    assert "of 32 images of noise" in capsys.readouterr().out
+    model = same(tmp_path / "out", cut)
+    assert (type(model), model.norm.eps) == (VisionTransformer, eps)
+    assert model.blocks[0].mlp.fc1.out_features == 100
+    assert class_names(model) == NAMES
+    assert resolve_input_data_config(model)["mean"] == (0.1, 0.2, 0.3)
+    config, card = ((tmp_path / "out" / name).read_text() for name in ("config.json", "README.md"))
+    assert not re.search("hf_hub_id|http|augreg2|laion", config)
+    assert not re.search("import tokenformer_vit|augreg2|laion", card)
+    fused = to_vit(reparameterize_model(cut)).state_dict()
+    torch.testing.assert_close(fused, model.state_dict(), rtol=0, atol=1e-5)
+
+
+def test_what_is_no_plain_vit_leaves_nothing(vit, folder, tmp_path):
+    with pytest.raises(InputError, match="is a VisionTransformer: leave out --to-vit"):
+        run(folder, tmp_path / "out", "--to-vit")
+    save_model(timm.create_model("tokenformer_tiny", **SHAPE), tmp_path / "other")
+    with pytest.raises(InputError, match="theta is 'gelu_l2'"):
+        run(tmp_path / "other", tmp_path / "out", "--to-vit")
+    save_model(from_vit(VisionTransformer(**SHAPE, embed_layer=ConvStem)), tmp_path / "stem")
+    with pytest.raises(InputError, match=r"because its stem .* use models\.to_vit"):
+        run(tmp_path / "stem", tmp_path / "out", "--to-vit")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def named(monkeypatch):
+    """Convert a model as if its weights were downloaded by the name."""
     create = timm.create_model
-    known = [NAME, {"pretrained": True}]
-    offline = lambda name, **how: vit if [name, how] == known else create(name, **how)  # noqa: E731
-    monkeypatch.setattr(timm, "create_model", offline)
-    run(NAME, tmp_path / "out")
+
+    def run_with(model, *words):
+        known = [NAME, {"pretrained": True}]
+        offline = lambda name, **how: model if [name, how] == known else create(name, **how)  # noqa: E731
+        monkeypatch.setattr(timm, "create_model", offline)
+        run(NAME, *words)
+
+    return run_with
+
+
+def test_a_name_of_timm_brings_its_pretrained_weights(vit, tmp_path, named):
+    named(vit, tmp_path / "out")
     same(tmp_path / "out", vit)
 
 
-def test_what_has_no_counterpart_leaves_nothing(vit, tmp_path, monkeypatch):
-    torch.nn.init.constant_(vit.head.weight, torch.nan)
-    save_model(vit, tmp_path / "diverged")
-    with pytest.raises(InputError, match="outputs are not finite"):
-        run(tmp_path / "diverged", tmp_path / "new" / "out")
-    other = VisionTransformer(**SHAPE, norm_layer=RmsNorm)
-    monkeypatch.setattr(timm, "create_model", lambda *_, **__: other)
-    with pytest.raises(InputError, match=r"^[^\n]* is a RmsNorm; give[^\n]*$"):
-        run(NAME, tmp_path / "new" / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["diverged"]
+def test_what_has_no_counterpart_leaves_nothing(vit, tmp_path, named):
+    broken = copy.deepcopy(vit)
+    torch.nn.init.constant_(broken.head.weight, torch.nan)
+    hooked, scaled = copy.deepcopy(vit), copy.deepcopy(vit)
+    hooked.blocks[1].mlp.register_forward_hook(lambda _, __, output: 2 * output)
+    scaled.blocks[0].attn.fused_attn, scaled.blocks[0].attn.scale = False, 0.5
+    other = timm.create_model(NAME, **SHAPE, act_layer="quick_gelu")
+    for model, said in (
+        (broken, "outputs are not finite"),
+        (hooked, r"blocks\.1\.mlp has a forward hook; give"),
+        (scaled, "outputs on noise differ .* set by hand"),
+        (other, "QuickGELU.* is not GELU"),
+    ):
+        with pytest.raises(InputError, match=rf"^[^\n]*{said}[^\n]*$"):
+            named(model, tmp_path / "new" / "out")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_checkpoint_of_other_code_needs_the_name_of_its_model(vit, folder, tmp_path):
@@ -151,6 +213,8 @@ def test_a_tokenizer_goes_along_and_says_where_texts_end(released, tmp_path):
     generation = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
     assert generation.eos_token_id == 1
     Tokenizer(WordLevel({str(n): n for n in range(70)}, "0")).save(str(file))
+    with pytest.raises(InputError, match="is a released model: leave out --to-vit"):
+        run(released, tmp_path / "new", "--to-vit")
     with pytest.raises(InputError, match="has 70 entries"):
         run(released, tmp_path / "new", "--num-heads", 2, "--tokenizer", file)
     with pytest.raises(InputError, match="give its number of heads"):

@@ -154,7 +154,8 @@ def _build(name: str, source: Any, **arguments: Any) -> nn.Module:
     config: Any = getattr(source, "pretrained_cfg", None) or {}
     overlay = {"num_classes": source.num_classes}  # otherwise timm drops the names
     overlay |= timm.data.resolve_model_data_config(source)  # type: ignore[attr-defined]
-    overlay |= {key: config.get(key) for key in ("license", "fixed_input_size", "test_crop_pct")}
+    facts = ("license", "fixed_input_size", "test_crop_pct", "tag")
+    overlay |= {"url": None, "hf_hub_id": None, **{key: config.get(key) for key in facts}}
     if len(config.get("label_names") or ()) == source.num_classes:
         overlay["label_names"] = config.get("label_names")
     embed, block = source.patch_embed, source.blocks[0]
