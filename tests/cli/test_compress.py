@@ -1,5 +1,6 @@
 """The measured accuracies equal those of the models run by hand, on separate images."""
 
+import copy
 import json
 
 import numpy as np
@@ -11,7 +12,8 @@ from timm.data import create_transform
 
 from tokenformer_vit.cli import compress
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import extract, measure_usage, pattention_layers, prune
+from tokenformer_vit.growth import extract, measure_usage, nest, pattention_layers, prune
+from tokenformer_vit.models import from_vit
 from tokenformer_vit.models.checkpoints import save_model
 
 SHAPE = {"depth": 2, "img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2}
@@ -28,6 +30,14 @@ def build(num_classes=3, **changes):
 def model(session_seed):
     torch.manual_seed(session_seed)
     return build()
+
+
+def convert(num_classes=3):
+    """Build a converted ViT with as many pairs as the others."""
+    vit = timm.create_model("deit_tiny_patch16_224", num_classes=num_classes, **SHAPE)
+    vit.pretrained_cfg["crop_pct"] = 0.875  # as the others'
+    torch.nn.init.normal_(vit.head.weight)
+    return from_vit(vit)
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +90,13 @@ def correct_by_hand(model, data):
     return int((model(images).argmax(-1) == labels).sum())
 
 
-def test_record_agrees_with_models_compressed_by_hand(model, exported, data, tmp_path, capsys):
-    arguments = ["--keep", 0.5, 1, 0.25, "--batch-size", 4, "--save", "--out", tmp_path]
-    run(exported, data, "--method", "prune", "budget", "top-k", *arguments)
-    record, points = points_in(tmp_path)
+@pytest.mark.parametrize("make", [build, convert])
+def test_record_agrees_with_models_compressed_by_hand(make, data, tmp_path, capsys):
+    model, out = make(), tmp_path / "out"
+    save_model(model, tmp_path / "in", CLASSES)
+    arguments = ["--keep", 0.5, 1, 0.25, "--batch-size", 4, "--save", "--out", out]
+    run(tmp_path / "in", data, "--method", "prune", "budget", "top-k", *arguments)
+    record, points = points_in(out)
     assert (record["images"], record["measured_images"]) == (11, 10)
     assert {"command", "commit", "date", "hardware", "versions"} <= record.keys()
     methods = ("prune", "budget", "top-k")
@@ -96,12 +109,10 @@ def test_record_agrees_with_models_compressed_by_hand(model, exported, data, tmp
     for keep in (0.5, 0.25):
         numbers = [round(keep * pairs) for pairs in (32, 32, 128)]
         saved, chosen = (
-            timm.create_model(f"local-dir:{tmp_path}/{name}_{keep}", pretrained=True).eval()
+            timm.create_model(f"local-dir:{out}/{name}_{keep}", pretrained=True).eval()
             for name in ("prune", "budget")
         )
-        by_hand = build()
-        by_hand.load_state_dict(model.state_dict())
-        prune(by_hand, usage, *numbers)
+        by_hand = prune(copy.deepcopy(model), usage, *numbers)
         torch.testing.assert_close(saved(images), by_hand(images))
         assert saved.pretrained_cfg["label_names"] == CLASSES
         for method, own in (("prune", saved), ("budget", chosen)):
@@ -114,26 +125,29 @@ def test_record_agrees_with_models_compressed_by_hand(model, exported, data, tmp
         counts = counts if isinstance(counts, list) else [counts] * 2
         layers = pattention_layers(chosen)
         assert [layers[f"blocks.{i}.mlp"].num_param_tokens for i in range(2)] == counts
-        # Of 17 tokens: 2 FLOPs for each entry of the keys, and as many for one of the values.
-        gone = 3 * (32 - numbers[0]) + (32 - numbers[1]) + (128 - numbers[2])
-        dense = points["dense", 1]["flops_per_image"]
-        for method, sides in (("prune", 2), ("top-k", 1)):
-            less = dense - points[method, keep]["flops_per_image"]
-            assert less == 2 * 17 * sides * 2 * gone * 32
-        pair = 2 * 17 * 2 * 32  # FLOPs of a pair of one layer
-        less = points["prune", keep]["flops_per_image"] - points["budget", keep]["flops_per_image"]
-        assert 0 <= less < 3 * pair
-    out = capsys.readouterr().out
-    assert f"{points['prune', 0.5]['parameters']:,}" in out
-    with Image.open(tmp_path / "compression.png") as image:
+        weights = [sum(p.numel() for p in x.parameters() if p.ndim > 1) for x in (saved, chosen)]
+        assert 0 <= weights[0] - weights[1] < 3 * 64  # of a pair of query, key and value
+        # Of 17 tokens: 2 FLOPs for each entry of the keys, and as many for one of the values. To
+        # multiply linear tokens out is cheaper.
+        gone, (_, kept, ffn) = {}, numbers
+        most = 32 if make is convert else 64
+        gone["prune"] = 4 * (most - min(2 * kept, most)) + 2 * (128 - ffn)
+        gone["top-k"] = 4 * (most - 32 - kept) + 128 - ffn
+        for method, rows in gone.items():
+            less = points["dense", 1]["flops_per_image"] - points[method, keep]["flops_per_image"]
+            assert less == 2 * 17 * 2 * rows * 32
+    printed = capsys.readouterr().out
+    assert f"{points['prune', 0.5]['parameters']:,}" in printed
+    with Image.open(out / "compression.png") as image:
         image.load()
-    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {
+    assert {path.name for path in out.iterdir() if path.is_dir()} == {
         *("prune_0.5", "prune_0.25", "budget_0.5", "budget_0.25")
     }
 
 
-def test_nested_sizes_are_the_default_of_a_nested_model(data, tmp_path):
-    nested = build(nested=(0.25, 0.5))
+@pytest.mark.parametrize("make", [build, convert])
+def test_nested_sizes_are_the_default_of_a_nested_model(make, data, tmp_path):
+    nested = nest(make(), (0.25, 0.5))
     save_model(nested, tmp_path / "run", CLASSES)
     run(tmp_path / "run", data, "--method", "nested", "--save")
     record, points = points_in(tmp_path / "run" / "compression")

@@ -5,7 +5,7 @@ Give an exported folder and the data that the model was trained on::
     tokenformer-vit compress work_dirs/run data/digits --method prune budget --keep 0.75 0.5 0.25
 
 ``prune`` removes the least used pairs of every layer, measured on training images. ``budget`` also
-prunes, but chooses how many pairs each layer keeps by the loss on these images, for as many FLOPs.
+prunes as many weights, but chooses how many pairs each layer keeps by the loss on these images.
 ``nested`` keeps the first pairs of a nested model. ``top-k`` keeps all pairs, but every token reads
 only the values of its strongest pairs; the gathers take longer than what they save.
 

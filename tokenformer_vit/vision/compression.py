@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from timm.data import resolve_input_data_config
 from torch import Tensor, nn
 
-from tokenformer_vit.benchmarking.costs import model_costs, total
+from tokenformer_vit.benchmarking.costs import model_costs, products, total
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import Usage, extract, pattention_layers, prune
 from tokenformer_vit.layers import Pattention
@@ -75,8 +75,11 @@ class Candidate:
         """Count the forward FLOPs for an image, without those of values that are not read."""
         vit: Any = self.model
         tokens = vit.patch_embed.num_patches + vit.num_prefix_tokens
-        unread = sum((x.num_used - number) * x.out_features for x, number in self._strongest())
-        return total(model_costs(self.model)).forward_flops - 2 * tokens * unread
+        saved = sum(  # of linear tokens less than nothing, where one product is cheaper
+            products(layer) - layer.num_used * layer.in_features - number * layer.out_features
+            for layer, number in self._strongest()
+        )
+        return total(model_costs(self.model)).forward_flops - 2 * tokens * saved
 
     def entry(self) -> dict[str, Any]:
         """Describe the candidate for a record; ``pairs`` has a list where blocks differ."""
@@ -111,7 +114,7 @@ def candidates(
 ) -> list[Candidate]:
     """Return the original model, then those of each method from most to fewest pairs.
 
-    ``prune`` keeps the most used pairs of every layer. ``budget`` prunes as many FLOPs, with
+    ``prune`` keeps the most used pairs of every layer. ``budget`` prunes as many weights, with
     numbers that :func:`choose_counts` chooses by the loss on ``batches``, no test data. Both need
     ``usage``. ``nested`` keeps the first pairs of a nested model. ``top-k`` lets each token read
     its strongest pairs.
@@ -153,17 +156,17 @@ def choose_counts(
 ) -> list[Numbers]:
     """Choose how many pairs each layer keeps, for each of ``shares``, by a greedy search.
 
-    Each step removes a sixteenth of the pairs of the layer where the loss rises least for each FLOP
-    that is saved, and the last step only as many as the share needs. Query, key and value of a
+    Each step removes a sixteenth of the pairs of the layer where the loss rises least for a weight
+    that is removed, and the last step only as many as the share needs. Query, key and value of a
     block keep one common number. A layer is measured again only when it comes first in the queue,
     because most steps hardly change the others: Minoux, Accelerated greedy algorithms for
     maximizing submodular set functions, 1978.
 
-    ``shares`` of the FLOPs of these layers go from large to small. An equal share of the pairs of
-    every layer has the same FLOPs. Every layer keeps at least one pair.
+    ``shares`` of the weights of these layers go from large to small. An equal share of the pairs of
+    every layer has the same weights. Every layer keeps at least one pair.
     """
     pairs: dict[tuple[str, int], int] = {}
-    cost: Counter[tuple[str, int]] = Counter()  # of a pair, in multiplications for each token
+    cost: Counter[tuple[str, int]] = Counter()  # of a pair, in weights
     for name, layer in pattention_layers(model).items():
         if (kind := kind_of(name, layer)) in kinds:
             block = next(int(part) for part in reversed(name.split(".")) if part.isdigit())
@@ -173,7 +176,7 @@ def choose_counts(
     groups = {part: max(1, round(number / 16)) for part, number in pairs.items()}
     whole = spent = sum(pairs[part] * cost[part] for part in pairs)
     present, steps, chosen = loss(_by_argument(pairs)), 0, []
-    # Entries: the rise of the loss for each FLOP, the part, at which step it was measured, and the
+    # Entries: the rise of the loss for a weight, the part, at which step it was measured, and the
     # loss without the part's next group of pairs.
     queue = [(-math.inf, part, -1, 0.0) for part in pairs]
     for share in shares:
@@ -214,10 +217,10 @@ def _pairs(model: nn.Module) -> dict[str, int | list[int]]:
     return {kind: numbers[name] for kind, name in COUNTS.items()}
 
 
-def _share(number: int | list[int], keep: float) -> Any:
+def _share(number: Any, keep: float) -> Any:
     if isinstance(number, list):
         return [_share(each, keep) for each in number]
-    return max(1, round(keep * number))
+    return None if number is None else max(1, round(keep * number))  # None: a fused layer
 
 
 def check_apart(folder: str | Path, data: str | Path) -> None:
