@@ -196,6 +196,7 @@ class TokenFormerDecoder(nn.Module):
     """
 
     block_class: type[CausalBlock] = CausalBlock
+    sizes, set_size = property(model_sizes), set_size
 
     def __init__(self, config: LMConfig, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
@@ -240,15 +241,6 @@ class TokenFormerDecoder(nn.Module):
         """Return the fields of the configuration that growth and pruning change."""
         sizes = {"nested": (), "nested_kinds": None} | nested_arguments(self)
         return {**token_arguments(self.blocks), **sizes}  # type: ignore[arg-type]
-
-    @property
-    def sizes(self) -> tuple[float, ...]:
-        """The trained sizes, smallest first, then 1.0 for the whole model."""
-        return model_sizes(self)
-
-    def set_size(self, size: float | None) -> None:
-        """Use only the first pairs of every layer, as :meth:`.TokenFormerViT.set_size` does."""
-        set_size(self, size)
 
     def computation(self) -> dict[str, Any]:
         """Return the fields of the configuration that the tensors do not show."""

@@ -21,9 +21,15 @@ def find_layers(model: nn.Module) -> dict[str, Pattention]:
 
 
 def set_size(model: nn.Module, size: float | None) -> None:
-    """Let the sized layers use only a share of their pairs, the first ones; ``None`` for all.
+    """Use only the first pairs of every sized layer; it is not saved with the model.
 
-    The layers hold the size, so two threads must not use one model at different sizes.
+    With gradient checkpointing, the backward pass needs the same size. The layers hold the size,
+    so it is not thread-safe: give each thread a model of its own, by ``extract``.
+
+    Args:
+        model: Model with sizes; it has this function as a method, and ``sizes``.
+        size: Share of the pairs of a layer, above 0 and at most 1; ``None`` for all pairs. It need
+            not be one of ``sizes``.
     """
     layers = find_layers(model).values()
     if size not in (None, 1) and any(layer.active is not None for layer in layers):

@@ -102,6 +102,7 @@ class TokenFormerViT(VisionTransformer):
     """
 
     __jit_unused_properties__ = ("sizes", "_model_args")
+    sizes, set_size = property(model_sizes), set_size
 
     def __init__(
         self,
@@ -237,23 +238,6 @@ class TokenFormerViT(VisionTransformer):
     def no_weight_decay(self) -> set[str]:
         """Name the parameters that exist, of those that timm's ViTs may have."""
         return {name for name in super().no_weight_decay() if getattr(self, name, None) is not None}
-
-    @property
-    def sizes(self) -> tuple[float, ...]:
-        """The trained sizes, smallest first, then 1.0 for the whole model."""
-        return model_sizes(self)
-
-    def set_size(self, size: float | None) -> None:
-        """Use only the first pairs of every sized layer; it is not saved with the model.
-
-        With gradient checkpointing, the backward pass needs the same size. The layers hold the
-        size, so it is not thread-safe: give each thread a model of its own, by ``extract``.
-
-        Args:
-            size: Share of the pairs of a layer, above 0 and at most 1; ``None`` for all pairs. It
-                need not be one of ``sizes``.
-        """
-        set_size(self, size)
 
     @property
     def _model_args(self) -> dict[str, Any]:
