@@ -31,7 +31,7 @@ def merge(model_a: nn.Module, model_b: nn.Module) -> nn.Module:
         assert layer.theta == others[name].theta
         tau = (a.tau**order + b.tau**order) ** (1 / order) if order else a.tau
         values = torch.cat((a.values, b.values)) / 2
-        states[name] = LayerState(torch.cat((a.keys, b.keys)), values, tau)
+        states[name] = LayerState(torch.cat((a.keys, b.keys)), values, None, tau)
     theirs = model_b.state_dict()
     for name, tensor in merged.state_dict().items():
         if not name.startswith(tuple(f"{layer}." for layer in states)):

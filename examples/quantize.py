@@ -17,7 +17,7 @@ class LinearPattention(nn.Module):
 
     def __init__(self, layer: Pattention) -> None:
         super().__init__()
-        keys, values, self.tau = layer.used_tokens()  # τ stays as it is
+        keys, values, self.tau, _ = layer.used_tokens()  # τ stays as it is
         self.weights, self.eps = find_theta(layer.theta).weights, layer.eps
         self.keys, self.values = linear(keys), linear(values.T)
         quantize_(self, Int8WeightOnlyConfig(set_inductor_config=False))

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import Counts, released_stds
-from tokenformer_vit.layers.pattention import TOKENS
+from tokenformer_vit.layers.pattention import PER_PAIR
 from tokenformer_vit.models.sizes import kind_of, model_sizes
 from tokenformer_vit.ops import default_tau
 
@@ -143,7 +143,7 @@ def grow(
 def freeze_old(model: nn.Module) -> None:
     """Freeze all parameters of a model grown with ``split=True``, but for its new pairs."""
     parameters = dict(model.named_parameters())
-    new = {f"new_{name}" for name in TOKENS}
+    new = {f"new_{name}" for name in PER_PAIR}
     if not any(name.rpartition(".")[2] in new for name in parameters):
         raise InputError("no layer stores its new pairs separately: grow with split=True")
     for name, parameter in parameters.items():
@@ -176,7 +176,7 @@ def _grown(
     name: str, layer: Pattention, num: int, init: str, depth: int, generator: torch.Generator
 ) -> LayerState:
     """Compute the tensors of a layer with another number of pairs, without nested sizes."""
-    keys, values, *_ = old = read_state(layer)
+    keys, values, bias, *_ = old = read_state(layer)
     theta, tau, new = layer.theta, layer.tau_at(1.0).detach(), num - old.num
     times, rest = divmod(num, old.num)
     if new < 0 or (init == "duplicate" and rest):
@@ -191,7 +191,9 @@ def _grown(
         spread = _SPREAD * torch.stack([_draw(values, old.num, generator) for _ in range(times)])
         spread -= spread.mean(dim=0)  # (m, P, C_out)
         tau = tau * (default_tau(theta, num) / default_tau(theta, old.num))
-        return LayerState(keys.repeat(times, 1), (values / times + spread).flatten(0, 1), tau)
+        values = (values / times + spread).flatten(0, 1)
+        bias = None if bias is None else bias.repeat(times)
+        return LayerState(keys.repeat(times, 1), values, bias, tau)
     key_std = value_std = None
     if init == "released":
         key_std, value_std = released_stds(values.shape[1], depth)
@@ -200,7 +202,9 @@ def _grown(
     new_values = _draw(values, new, generator, value_std)
     if init == "zero_key":
         new_keys.zero_()
-    return LayerState(torch.cat((keys, new_keys)), torch.cat((values, new_values)), tau)
+    if bias is not None:
+        bias = torch.cat((bias, bias.new_zeros(new)))
+    return LayerState(torch.cat((keys, new_keys)), torch.cat((values, new_values)), bias, tau)
 
 
 def _draw(like: Tensor, rows: int, generator: torch.Generator, std: float | None = None) -> Tensor:

@@ -170,5 +170,6 @@ def adapted_tau(layer: Pattention, usage: Usage, count: int) -> Tensor:
 
 def select_pairs(layer: Pattention, index: Tensor) -> LayerState:
     """Return the tensors of a layer with these pairs alone, without nested sizes."""
-    keys, values, *_ = read_state(layer)
-    return LayerState(keys[index], values[index], layer.tau_at(1.0).detach())
+    keys, values, bias, *_ = read_state(layer)
+    bias = None if bias is None else bias[index]
+    return LayerState(keys[index], values[index], bias, layer.tau_at(1.0).detach())

@@ -5,7 +5,7 @@ Optimizers, schedulers and parameter groups hold Parameter objects, so they go o
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import COUNTS, Counts
-from tokenformer_vit.layers.pattention import TOKENS
+from tokenformer_vit.layers.pattention import PER_PAIR
 from tokenformer_vit.models.sizes import find_layers, kind_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -28,10 +28,14 @@ _NUMBERS = ("step", "mu_product", "eta", "mu")  # 0-dim, as a τ and its moments
 
 
 class LayerState(NamedTuple):
-    """Tensors of a layer: keys (P, C_in), values (P, C_out), τ () or, if nested, (n + 1,)."""
+    """Tensors of a layer: keys (P, C_in), values (P, C_out), score biases (P,) or None, and τ.
+
+    τ is () or, if nested, (n + 1,).
+    """
 
     keys: Tensor
     values: Tensor
+    score_bias: Tensor | None
     tau: Tensor
     nested: tuple[float, ...] = ()
 
@@ -39,6 +43,11 @@ class LayerState(NamedTuple):
     def num(self) -> int:
         """Number of pairs P."""
         return len(self.keys)
+
+    def rows(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each parameter with a row for each pair, and its data."""
+        data = self.keys, self.values, self.score_bias
+        return ((n, each) for n, each in zip(PER_PAIR, data, strict=True) if each is not None)
 
 
 class GrownParameter(NamedTuple):
@@ -106,8 +115,9 @@ def counts_by_layer(
 
 def read_state(layer: Pattention) -> LayerState:
     """Return the tensors of a layer, detached, with old and new pairs joined."""
-    keys, values = (torch.cat([p.detach() for p in layer.parts(name)]) for name in TOKENS)
-    return LayerState(keys, values, layer.tau.detach(), layer.nested)
+    rows = [[part.detach() for part in layer.parts(name)] for name in PER_PAIR]
+    keys, values, bias = (torch.cat(parts) if parts else None for parts in rows)
+    return LayerState(keys, values, bias, layer.tau.detach(), layer.nested)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -129,8 +139,8 @@ def write_states(
     layers, merged_into, changes = find_layers(model), {}, []
     num_old = {n: layers[n].num_param_tokens if split else each.num for n, each in states.items()}
     for name, state in states.items():
-        for token, data in zip(TOKENS, state[:2], strict=True):
-            old, *new = parts = layers[name].parts(token)
+        for row, data in state.rows():
+            old, *new = parts = layers[name].parts(row)
             changes.append(GrownParameter(old, data[: num_old[name]].clone(), parts))
             merged_into |= dict.fromkeys(new, old)
         tau = layers[name].tau
@@ -141,10 +151,10 @@ def write_states(
         layer.active = None
     for name, state in states.items():
         layer = layers[name]
-        for token, data in zip(TOKENS, state[:2], strict=True):
+        for row, data in state.rows():
             new = data[num_old[name] :].clone()
-            trains = layer.get_parameter(token).requires_grad
-            setattr(layer, f"new_{token}", nn.Parameter(new, trains) if len(new) else None)
+            trains = layer.get_parameter(row).requires_grad
+            setattr(layer, f"new_{row}", nn.Parameter(new, trains) if len(new) else None)
         if not isinstance(layer.tau, nn.Parameter):
             layer.tau = state.tau.to(layer.tau).clone()  # not in place: a live graph may need it
         elif not torch.equal(layer.tau, state.tau.to(layer.tau)):

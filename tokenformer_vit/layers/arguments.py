@@ -32,6 +32,16 @@ def counts_by_block(depth: int, **counts: Counts) -> list[dict[str, Any]]:
     ]
 
 
+def arguments_of(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Choose from the arguments of all layers those of a kind; a dict has a value for each kind."""
+    for name, value in arguments.items():
+        if isinstance(value, Mapping) and value.keys() != COUNTS.keys():
+            raise InputError(
+                f"{name} must be one value, or a dict for {', '.join(COUNTS)}, but got {value!r}"
+            )
+    return {n: v[kind] if isinstance(v, Mapping) else v for n, v in arguments.items()}
+
+
 def model_pattention_args(
     arguments: Mapping[str, Any] | None, width: int, depth: int
 ) -> dict[str, Any]:

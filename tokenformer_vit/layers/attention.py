@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 
+from .arguments import arguments_of
 from .norm import BlockLayerNorm
 from .pattention import Pattention
 
@@ -20,7 +21,7 @@ class Attention(nn.Module):
 
     ``num_qkv_param_tokens`` is the number of pairs in each of query, key and value. ``norm_layer``
     builds the norm of queries and keys from its width. ``shared`` are further arguments of all four
-    projections.
+    projections; each may be a dict by kind.
 
     Source: TokenFormer, arXiv:2410.23168, Eq. 7 to 9.
     """
@@ -48,14 +49,15 @@ class Attention(nn.Module):
         self.scale = self.head_dim**-0.5
         self.fused_attn = use_fused_attn()
 
-        projection = partial(Pattention, dim, dim, **shared)
-        self.query = projection(num_qkv_param_tokens, kind="qkv")
-        self.key = projection(num_qkv_param_tokens, kind="qkv")
-        self.value = projection(num_qkv_param_tokens, kind="qkv")
+        own = arguments_of("qkv", shared)
+        projection = partial(Pattention, dim, dim, num_qkv_param_tokens, kind="qkv", **own)
+        self.query, self.key, self.value = projection(), projection(), projection()
         self.q_norm = norm_layer(self.head_dim) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim) if qk_norm else nn.Identity()
         self.attn_drop = nn.Dropout(attn_drop)
-        self.proj = projection(num_proj_param_tokens, init_gain=proj_init_gain, kind="proj")
+        own = arguments_of("proj", shared)
+        pairs = num_proj_param_tokens
+        self.proj = Pattention(dim, dim, pairs, kind="proj", init_gain=proj_init_gain, **own)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(

@@ -1,6 +1,6 @@
 """The TokenFormer block, with the arguments that timm's VisionTransformer passes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -8,10 +8,10 @@ import torch
 from timm.layers import LayerScale
 from torch import Tensor, nn
 
-from .arguments import COUNTS
+from .arguments import COUNTS, EPS, arguments_of
 from .attention import Attention
 from .drop_path import DropPath
-from .norm import BlockLayerNorm, BlockRMSNorm, block_norm
+from .norm import block_norm
 from .pattention import Pattention
 
 # timm passes these to every block; they have no effect here.
@@ -29,14 +29,16 @@ class TokenFormerBlock(nn.Module):
         num_proj_param_tokens: Number of pairs in the output projection; default ``dim``.
         num_ffn_param_tokens: Number of pairs in the feed-forward layer; default
             ``mlp_ratio * dim``.
-        theta: Name of the Θ variant.
-        norm: Parameters of both LayerNorms, ``none``, ``bias`` or ``weight+bias``; or ``rms``.
+        theta: Name of the Θ variant, or a dict of names for ``qkv``, ``proj`` and ``ffn``.
+        norm: Parameters of both LayerNorms, ``none``, ``bias`` or ``weight+bias``; or of both
+            RMSNorms, ``rms`` (none) or ``rms+weight``.
         norm_eps: Number that the norms add to the variance or mean square.
         residual_init_gain: Initial standard deviation of what is added to the residual stream;
             1/√(2·depth) keeps the stream at unit scale.
-        pattention_args: Further arguments of all five :class:`Pattention` layers.
+        pattention_args: Further arguments of all five :class:`Pattention` layers; each may be a
+            dict by kind, as ``theta``.
         mlp_ratio: Number of feed-forward pairs for each channel, if no count is given.
-        qk_norm: Normalise queries and keys, without parameters.
+        qk_norm: Normalise queries and keys, by norms of the same kind.
         proj_drop: Dropout rate after the output projection and the feed-forward layer.
         attn_drop: Dropout rate of the attention weights.
         init_values: Initial value of LayerScale; ``None`` for no LayerScale.
@@ -64,7 +66,7 @@ class TokenFormerBlock(nn.Module):
         num_qkv_param_tokens: int | None = None,
         num_proj_param_tokens: int | None = None,
         num_ffn_param_tokens: int | None = None,
-        theta: str = "gelu_l2",
+        theta: str | Mapping[str, str] = "gelu_l2",
         norm: str = "none",
         norm_eps: float = 1e-6,
         residual_init_gain: float = 1.0,
@@ -96,7 +98,7 @@ class TokenFormerBlock(nn.Module):
             dim if num_qkv_param_tokens is None else num_qkv_param_tokens,
             dim if num_proj_param_tokens is None else num_proj_param_tokens,
             qk_norm=qk_norm,
-            norm_layer=partial(BlockRMSNorm if norm == "rms" else BlockLayerNorm, eps=norm_eps),
+            norm_layer=partial(block_norm, norm, eps=norm_eps, **place),
             attn_drop=attn_drop,
             proj_drop=proj_drop,
             proj_init_gain=residual_init_gain,
@@ -107,7 +109,8 @@ class TokenFormerBlock(nn.Module):
 
         self.norm2 = block_norm(norm, dim, norm_eps, **place)
         pairs = int(dim * mlp_ratio) if num_ffn_param_tokens is None else num_ffn_param_tokens
-        self.mlp = Pattention(dim, dim, pairs, kind="ffn", init_gain=residual_init_gain, **shared)
+        own = arguments_of("ffn", shared)
+        self.mlp = Pattention(dim, dim, pairs, kind="ffn", init_gain=residual_init_gain, **own)
         self.mlp_drop = nn.Dropout(proj_drop)
         self.ls2 = layer_scale()
         self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
@@ -125,11 +128,40 @@ class TokenFormerBlock(nn.Module):
         return x + self.drop_path2(self.ls2(self.mlp_drop(self.mlp(self.norm2(x)))))
 
 
-def token_arguments(blocks: Sequence[Any]) -> dict[str, Any]:
-    """Return the three numbers of pairs of blocks: each an int, or a list with one for each."""
+def common(facts: Iterable[Any]) -> Any:
+    """Return the fact that all layers share, or the list of their facts."""
+    found = list(facts)
+    return found[0] if all(each == found[0] for each in found) else found
+
+
+def layer_arguments(blocks: Any, pattention_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments that layers of blocks have, as they are now, and others as given.
+
+    One value, a list by block where blocks differ, or a dict by kind where kinds differ. A fused
+    layer has no number of pairs: None, the default.
+    """
     layers = [(block.attn.query, block.attn.proj, block.mlp) for block in blocks]
-    counts = [[layer.num_param_tokens for layer in kind] for kind in zip(*layers, strict=True)]
+
+    def by_kind(read: Callable[[Any], Any]) -> dict[str, Any]:
+        return {
+            kind: common(map(read, each))
+            for kind, each in zip(COUNTS, zip(*layers, strict=True), strict=True)
+        }
+
+    def one(found: dict[str, Any]) -> Any:
+        return found["ffn"] if all(each == found["ffn"] for each in found.values()) else found
+
+    shared = dict(pattention_args or {})
+    own = {"eps": one(by_kind(lambda layer: getattr(layer, "eps", EPS)))}
+    own |= {"bias": one(by_kind(lambda layer: layer.bias is not None))}
+    shared |= {
+        name: own[name]
+        for name, usual in (("eps", EPS), ("bias", False))
+        if own[name] != shared.get(name, usual)
+    }
+    counts = by_kind(lambda layer: getattr(layer, "num_param_tokens", None))
     return {
-        name: numbers[0] if len(set(numbers)) == 1 else numbers
-        for name, numbers in zip(COUNTS.values(), counts, strict=True)
+        "theta": one(by_kind(lambda layer: getattr(layer, "theta", "linear"))),
+        **{COUNTS[kind]: count for kind, count in counts.items()},
+        "pattention_args": shared or None,
     }

@@ -23,9 +23,6 @@ class BlockLayerNorm(nn.LayerNorm):
     parameters it is :func:`tokenformer_vit.ops.layer_norm`, otherwise PyTorch's.
     Sums are float32. Under autocast the output has autocast's precision, in which the next layers
     multiply it.
-
-    Raises:
-        InputError: If ``affine`` is unknown.
     """
 
     AFFINE = ("none", "bias", "weight+bias")
@@ -38,8 +35,6 @@ class BlockLayerNorm(nn.LayerNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if affine not in self.AFFINE:
-            raise InputError(f"norm must be one of {', '.join(NORMS)}, but got {affine!r}")
         super().__init__(
             num_channels, eps=eps, elementwise_affine=affine != "none", device=device, dtype=dtype
         )
@@ -65,14 +60,20 @@ class BlockLayerNorm(nn.LayerNorm):
 
 
 class BlockRMSNorm(nn.RMSNorm):
-    """RMSNorm without parameters, arXiv:1910.07467; its precision is as in BlockLayerNorm."""
+    """RMSNorm, arXiv:1910.07467, with or without a weight; its precision is as in BlockLayerNorm.
 
-    def __init__(self, num_channels: int, eps: float = 1e-6) -> None:
-        super().__init__(num_channels, eps=eps, elementwise_affine=False)
+    ``affine`` is ``none`` or ``weight``.
+    """
+
+    def __init__(
+        self, num_channels: int, affine: str = "none", eps: float = 1e-6, **place: Any
+    ) -> None:
+        super().__init__(num_channels, eps=eps, elementwise_affine=affine != "none", **place)
+        self.affine = affine
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (..., C) tokens."""
-        y = F.rms_norm(x, self.normalized_shape, None, self.eps)
+        y = F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         if torch.jit.is_scripting():
             return y
         else:  # TorchScript must not compile this branch
@@ -84,11 +85,21 @@ register_notrace_module(BlockRMSNorm)
 
 BlockNorm = BlockLayerNorm | BlockRMSNorm
 # What the argument ``norm`` of a model may be.
-NORMS = (*BlockLayerNorm.AFFINE, "rms")
+NORMS: dict[str, tuple[type[BlockNorm], str]] = {
+    **{affine: (BlockLayerNorm, affine) for affine in BlockLayerNorm.AFFINE},
+    "rms": (BlockRMSNorm, "none"),
+    "rms+weight": (BlockRMSNorm, "weight"),
+}
 
 
 def block_norm(norm: str, num_channels: int, eps: float = 1e-6, **place: Any) -> BlockNorm:
     """Build the norm of a block: one of ``NORMS``; ``place`` has device and dtype."""
-    if norm == "rms":
-        return BlockRMSNorm(num_channels, eps)
-    return BlockLayerNorm(num_channels, norm, eps, **place)
+    if norm not in NORMS:
+        raise InputError(f"norm must be one of {', '.join(NORMS)}, but got {norm!r}")
+    kind, affine = NORMS[norm]
+    return kind(num_channels, affine, eps, **place)
+
+
+def norm_name(norm: Any) -> str:
+    """Return the name of a norm in ``NORMS``."""
+    return next(n for n, fact in NORMS.items() if fact == (type(norm), norm.affine))

@@ -11,7 +11,8 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.ops import default_tau, find_theta, pattention
+from tokenformer_vit.ops import THETAS, default_tau, find_theta, pattention
+from tokenformer_vit.ops.pattention import product_is_cheaper
 from tokenformer_vit.ops.theta import theta_weights
 
 from .arguments import EPS
@@ -20,10 +21,14 @@ from .arguments import EPS
 torch.fx.wrap("pattention")
 
 TOKENS = ("key_param_tokens", "value_param_tokens")
+PER_PAIR = (*TOKENS, "score_bias")  # parameters with a row for each pair
 
 
 class Pattention(nn.Module):
     """Token-parameter attention, Θ(X K_Pᵀ) V_P, in place of a linear projection.
+
+    With Θ ``linear``, ``gelu`` and biases it holds a linear layer or an MLP as they are: see
+    :meth:`from_linear` and :meth:`from_mlp`.
 
     Args:
         in_features: C_in, width of the input tokens.
@@ -44,6 +49,8 @@ class Pattention(nn.Module):
         key_init_std: Standard deviation of the initial keys; ``None`` for 1/√C_in.
         value_init_std: Standard deviation of the initial values; ``None`` to follow ``init_gain``.
         nested: Smaller sizes that will be trained as well, as shares; see :meth:`set_nested`.
+        bias: Add a bias to the scores and one to the outputs, both 0 at first; only for Θ without a
+            norm. Θ ``linear`` has the output's alone.
         kind: Name by which growth, pruning and sizes choose the layer: ``qkv``, ``proj`` or ``ffn``
             in a TokenFormer. ``None`` for the name that the layer has in its module.
         device: Device of the parameters.
@@ -56,8 +63,9 @@ class Pattention(nn.Module):
         sized: Whether the sizes of a model concern this layer.
         active: (S,) indices of the pairs to use, or ``None`` for all. The layer computes as if the
             other pairs did not exist, but ``tau`` stays. Not in the state dict.
-        new_key_param_tokens, new_value_param_tokens: The pairs of the last growth, if they are
-            trained apart from those before them; otherwise ``None``.
+        score_bias, bias: The biases, (P,) and (C_out,), or ``None``.
+        new_key_param_tokens, new_value_param_tokens, new_score_bias: The pairs of the last growth,
+            if they are trained apart from those before them; otherwise ``None``.
 
     Raises:
         InputError: If ``theta`` is unknown, or a number is out of range.
@@ -78,6 +86,9 @@ class Pattention(nn.Module):
     tau: Tensor
     new_key_param_tokens: Tensor | None
     new_value_param_tokens: Tensor | None
+    new_score_bias: Tensor | None
+    score_bias: Tensor | None
+    bias: Tensor | None
     active: Tensor | None
     # What `size` sets. TorchScript compiles attributes, but no property with a setter.
     _used: int | None
@@ -99,6 +110,7 @@ class Pattention(nn.Module):
         key_init_std: float | None = None,
         value_init_std: float | None = None,
         nested: Sequence[float] = (),
+        bias: bool = False,
         kind: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -114,13 +126,22 @@ class Pattention(nn.Module):
         self.init_tau = default_tau(theta, num_param_tokens) if tau is None else float(tau)
         if not variant.norm_order and (learn_tau or self.init_tau != 1):
             raise InputError(f"theta {theta!r} has no norm: leave out tau and learn_tau")
+        if variant.norm_order and bias:  # a new pair with a zero bias would change the others
+            raise InputError(f"theta {theta!r} has a norm over the pairs: leave out bias")
         if eps < 0 or self.init_tau <= 0:  # outputs would be NaN, 0 or of the other sign
             raise InputError(f"eps must be at least 0 and tau positive, but got {eps} and {tau}")
         place: Any = {"device": device, "dtype": dtype}
         self.key_param_tokens = nn.Parameter(torch.empty(num_param_tokens, in_features, **place))
         self.value_param_tokens = nn.Parameter(torch.empty(num_param_tokens, out_features, **place))
-        for name in TOKENS:
+        score_bias = torch.empty(num_param_tokens, **place) if bias and theta != "linear" else None
+        self.register_parameter(
+            "score_bias", None if score_bias is None else nn.Parameter(score_bias)
+        )
+        for name in PER_PAIR:
             self.register_parameter(f"new_{name}", None)
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(out_features, **place)) if bias else None
+        )
         start = torch.empty((), device=device, dtype=torch.float32)
         self.tau = nn.Parameter(start) if learn_tau else nn.Buffer(start)
         self.nested, self.sized, self.active = tuple[float, ...](), True, None
@@ -135,19 +156,23 @@ class Pattention(nn.Module):
         if value_std is None:
             square = self.num_param_tokens * find_theta(self.theta).second_moment
             value_std = self.init_gain / math.sqrt(square)
-        for name, std in zip(TOKENS, (self.key_init_scale * key_std, value_std), strict=True):
+        for name, std in zip(
+            PER_PAIR, (self.key_init_scale * key_std, value_std, 0.0), strict=True
+        ):
             for part in self.parts(name):
                 nn.init.normal_(part, std=std)
+        if self.bias is not None:
+            self.bias.zero_()
         self.tau.copy_(self._taus(self.init_tau))
 
     @property
     def num_param_tokens(self) -> int:
         """Number of pairs P."""
-        return sum(len(part) for part in self.parts(TOKENS[0]))
+        return sum(len(part) for part in self.parts("key_param_tokens"))
 
     @torch.jit.unused
     def parts(self, name: str) -> list[nn.Parameter]:
-        """Return the parameters of the keys or values: one, or those of old and of new pairs."""
+        """Return the parameters of a name of ``PER_PAIR``: none, one, or those of old and new."""
         parts = getattr(self, name), getattr(self, f"new_{name}")
         return [part for part in parts if part is not None]
 
@@ -223,7 +248,7 @@ class Pattention(nn.Module):
         self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         state_dict = join_state_dict(state_dict)  # a copy, because it may be the caller's
-        for name in TOKENS if self.new_key_param_tokens is not None else ():
+        for name in PER_PAIR if self.new_key_param_tokens is not None else ():
             if (tokens := state_dict.get(prefix + name)) is not None:
                 num_old = len(self.get_parameter(name))
                 state_dict[prefix + name] = tokens[:num_old]
@@ -236,35 +261,42 @@ class Pattention(nn.Module):
             state_dict[f"{prefix}tau"] = torch.where(is_default, default, tau.float())
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def used_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys (S, C_in) and values (S, C_out) of the pairs in use, and their τ ()."""
+    def used_tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return keys (S, C_in), values (S, C_out), τ () and score biases (S,) in use."""
         keys, values, tau = self.key_param_tokens, self.value_param_tokens, self.tau
+        bias, new_bias = self.score_bias, self.new_score_bias
         new_keys, new_values = self.new_key_param_tokens, self.new_value_param_tokens
         if new_keys is not None and new_values is not None:
             keys, values = torch.cat((keys, new_keys)), torch.cat((values, new_values))
+            if bias is not None and new_bias is not None:
+                bias = torch.cat((bias, new_bias))
         active, used = self.active, self._used
         if active is not None:
             keys, values = keys[active], values[active]
+            bias = None if bias is None else bias[active]
         if used is not None:
             keys, values = keys[:used], values[:used]
+            bias = None if bias is None else bias[:used]
         if tau.dim() > 0:
             tau = tau[self._place]
-        return keys, values, tau if self._ratio == 1.0 else tau * self._ratio
+        return keys, values, tau if self._ratio == 1.0 else tau * self._ratio, bias
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C_in) tokens to (..., C_out)."""
         keys, values, tau = self.key_param_tokens, self.value_param_tokens, self.tau
+        score_bias = self.score_bias
         if (
             self._used is not None
             or self.active is not None
             or self.new_key_param_tokens is not None
             or tau.dim() > 0
         ):
-            keys, values, tau = self.used_tokens()
+            keys, values, tau, score_bias = self.used_tokens()
         if torch.jit.is_scripting():
-            return self._theta_weights(F.linear(x, keys), tau, self.eps) @ values
+            weights = self._theta_weights(F.linear(x, keys, score_bias), tau, self.eps)
+            return F.linear(weights, values.t(), self.bias)
         else:  # TorchScript must not compile this branch
-            return pattention(x, keys, values, self.theta, tau, self.eps)
+            return pattention(x, keys, values, self.theta, tau, self.eps, score_bias, self.bias)
 
     @torch.jit.unused
     def weights(self, x: Tensor) -> Tensor:
@@ -273,30 +305,151 @@ class Pattention(nn.Module):
 
     @torch.jit.unused
     def scores_and_weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (..., P) scores X K_Pᵀ of the pairs in use, and their weights."""
-        keys, _, tau = self.used_tokens()
+        """Return the (..., P) scores of the pairs in use, with their biases, and their weights."""
+        keys, _, tau, bias = self.used_tokens()
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            scores = x.to(dtype) @ keys.to(dtype).t()  # (..., P)
+            bias = None if bias is None else bias.to(dtype)
+            scores = F.linear(x.to(dtype), keys.to(dtype), bias)  # (..., P)
             return scores, theta_weights(scores, self.theta, tau, self.eps)
 
     def extra_repr(self) -> str:
         """Describe the layer in ``repr``."""
         return (
             f"{self.in_features}, {self.out_features}, num_param_tokens={self.num_param_tokens}, "
-            f"theta={self.theta!r}" + (", learn_tau=True" if self.tau.requires_grad else "")
+            f"theta={self.theta!r}"
+            + (", bias=True" if self.bias is not None else "")
+            + (", learn_tau=True" if self.tau.requires_grad else "")
         )
+
+    @classmethod
+    @torch.no_grad()
+    def from_linear(
+        cls, linear: nn.Linear, covariance: Tensor | None = None, **kwargs: Any
+    ) -> "Pattention":
+        """Build the layer of linear tokens that computes what a linear layer does.
+
+        Args:
+            linear: Linear layer; its weight (C_out, C_in) and bias are copied.
+            covariance: (C_in, C_in) mean of z zᵀ over its inputs z. The first pairs are then the
+                best map of their rank for these inputs; without it, for inputs of any direction.
+            **kwargs: ``kind``, and ``bias=True`` for a bias of 0 where ``linear`` has none.
+
+        Returns:
+            A layer with min(C_in, C_out) pairs, most important first, whose keys have norm 1.
+            Computed in float64; of the dtype and on the device of the weight.
+
+        Raises:
+            InputError: If ``linear`` computes something else, by its type, a hook or its forward.
+
+        Source:
+            The order by the inputs' covariance: SVD-LLM, arXiv:2403.07378.
+        """
+        check_plain(linear)
+        weight = linear.weight.double()
+        if covariance is None:
+            left, sizes, keys = torch.linalg.svd(weight, full_matrices=False)
+        else:
+            squares, axes = torch.linalg.eigh(covariance.to(weight))
+            scales = squares.clamp(min=1e-8 * squares.max()).sqrt()  # exact whatever they are
+            left, sizes, right = torch.linalg.svd(weight @ (axes * scales), full_matrices=False)
+            keys = right / scales @ axes.t()
+        lengths = keys.norm(dim=1)
+        kwargs = {"bias": linear.bias is not None, **kwargs}
+        values = (left * (sizes * lengths)).t()
+        return cls._of(keys / lengths[:, None], values, None, linear, theta="linear", **kwargs)
+
+    @classmethod
+    @torch.no_grad()
+    def from_mlp(
+        cls, fc1: nn.Linear, fc2: nn.Linear, act: Callable[[Tensor], Tensor], **kwargs: Any
+    ) -> "Pattention":
+        """Build the layer that holds an MLP as it is: a pair for each hidden neuron.
+
+        Args:
+            fc1: First linear layer; its rows are the keys, its bias that of the scores.
+            fc2: Second linear layer; its columns are the values, its bias that of the outputs.
+            act: Activation between them: GELU, exact or by tanh.
+            **kwargs: ``kind``, and ``bias=True`` for biases of 0 where neither layer has one.
+
+        Raises:
+            InputError: If ``act`` is another function, or a layer computes something else.
+        """
+        check_plain(fc1)
+        check_plain(fc2)
+        grid = torch.linspace(-6, 6, 97, device=fc1.weight.device)
+        one, found = torch.ones(()), act(grid.clone())
+        near = (
+            name
+            for name in ("gelu", "gelu_tanh")
+            if torch.allclose(THETAS[name].weights(grid, one, 0.0), found, rtol=0, atol=1e-5)
+        )
+        if (theta := next(near, None)) is None:
+            raise InputError(f"{act} is not GELU, exact or by tanh: no Θ computes it")
+        kwargs = {"bias": fc1.bias is not None or fc2.bias is not None, **kwargs}
+        return cls._of(fc1.weight, fc2.weight.t(), fc1.bias, fc2, theta=theta, **kwargs)
+
+    @classmethod
+    def _of(
+        cls, keys: Tensor, values: Tensor, score_bias: Any, last: nn.Linear, **kwargs: Any
+    ) -> "Pattention":
+        place: Any = {"device": last.weight.device, "dtype": last.weight.dtype}
+        layer = cls(keys.shape[1], values.shape[1], len(keys), **kwargs, **place)
+        layer.key_param_tokens.copy_(keys)
+        layer.value_param_tokens.copy_(values)
+        for own, bias in ((layer.score_bias, score_bias), (layer.bias, last.bias)):
+            if own is not None and bias is not None:
+                own.copy_(bias)
+        return layer
+
+    @torch.no_grad()
+    def as_linear(self) -> nn.Linear:
+        """Return the linear layer that computes what the linear tokens in use do."""
+        if self.theta != "linear":
+            raise InputError(f"theta is {self.theta!r}: only 'linear' can be a linear layer")
+        keys, values, *_ = self.used_tokens()
+        place: Any = {"device": keys.device, "dtype": keys.dtype}
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, **place)
+        linear.weight.copy_(values.double().t() @ keys.double())
+        if self.bias is not None:
+            linear.bias.copy_(self.bias)
+        return linear.train(self.training)
+
+    def fuse(self) -> nn.Module:
+        """Return the linear layer that computes the same if it is cheaper, else the layer itself.
+
+        ``timm.utils.reparameterize_model`` and the option ``--reparam`` of timm's scripts call it
+        for all layers of a model. Only linear tokens, more than C_in C_out / (C_in + C_out) of
+        them, are cheaper as a linear layer. It cannot grow, so fuse for inference.
+        """
+        keys, values, *_ = self.used_tokens()
+        cheaper = self.theta == "linear" and product_is_cheaper(keys, values, None)
+        return self.as_linear() if cheaper else self
 
 
 def join_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Join the old and new pairs of layers that hold them apart, as an ordinary model has them."""
     joined = dict(state_dict)
-    for name in TOKENS:
+    for name in PER_PAIR:
         for new in [key for key in joined if key.endswith(f"new_{name}")]:
             old = new.removesuffix(f"new_{name}") + name
             if old in joined:  # else it is the file of new pairs alone
                 joined[old] = torch.cat((joined[old], joined.pop(new)))
     return joined
+
+
+def check_plain(linear: nn.Module) -> None:
+    """Refuse a linear layer that computes something else than its weight and bias say."""
+    if type(linear) is not nn.Linear or (deed := unseen(linear)):
+        what = deed if type(linear) is nn.Linear else "is no plain nn.Linear"
+        raise InputError(f"{linear} {what}: its weight and bias are not what it computes")
+
+
+def unseen(module: nn.Module) -> str:
+    """Say what a module does besides its class: a hook, or a forward of its own; "" if nothing."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has a forward hook"
+    return "has a forward of its own" if "forward" in vars(module) else ""
 
 
 # timm's feature extractor keeps it as a module, which TorchScript compiles; not so pattention().

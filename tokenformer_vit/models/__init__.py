@@ -3,7 +3,7 @@
 from . import presets  # noqa: F401, registers the models
 from .causal_lm import LM_PRESETS, KVCache, LMConfig, TokenFormerDecoder, TokenFormerLM, lm_config
 from .compilation import compile_blocks
-from .from_vit import from_vit
+from .from_vit import from_vit, to_vit
 from .vit import TokenFormerViT, TokenFormerViTDistilled
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "compile_blocks",
     "from_vit",
     "lm_config",
+    "to_vit",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, TokenFormerBlock
 from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block, model_pattention_args
-from tokenformer_vit.layers.block import token_arguments
+from tokenformer_vit.layers.block import layer_arguments
 
 from .checkpoints import computation_of
 from .sizes import model_sizes, nest_layers, nested_arguments, set_size
@@ -36,8 +36,8 @@ class LMConfig:
         rotary_share: Share of the dimensions of each head that are rotated, the first ones.
         rotary_base: Base of the wavelengths.
         tie_embeddings: Whether the embedding is also the head. The head has no bias.
-        theta: Name of the Θ variant.
-        norm: Parameters of the LayerNorms in blocks (not of the final one), or ``rms``.
+        theta: Name of the Θ variant, or a dict of names for qkv, proj and ffn.
+        norm: Norms in blocks (not the final one), as for :class:`.TokenFormerViT`.
         norm_eps: Epsilon of all norms.
         pattention_args: Arguments of all Pattention layers, and ``init``: scaled or released.
         nested: Smaller sizes that are trained as well; see :meth:`TokenFormerLM.set_size`.
@@ -56,7 +56,7 @@ class LMConfig:
     rotary_share: float = 0.25
     rotary_base: float = 10_000.0
     tie_embeddings: bool = True
-    theta: str = "gelu_l2"
+    theta: str | dict[str, str] = "gelu_l2"
     norm: str = "none"
     norm_eps: float = 1e-5
     pattention_args: dict[str, Any] | None = None
@@ -240,7 +240,7 @@ class TokenFormerDecoder(nn.Module):
     def pair_fields(self) -> dict[str, Any]:
         """Return the fields of the configuration that growth and pruning change."""
         sizes = {"nested": (), "nested_kinds": None} | nested_arguments(self)
-        return {**token_arguments(self.blocks), **sizes}  # type: ignore[arg-type]
+        return {**layer_arguments(self.blocks, self._config.pattention_args), **sizes}
 
     def computation(self) -> dict[str, Any]:
         """Return the fields of the configuration that the tensors do not show."""

@@ -1,7 +1,7 @@
 """TokenFormer vision models: timm's VisionTransformer with TokenFormer blocks."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,13 +16,14 @@ from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoin
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers import BlockRMSNorm, TokenFormerBlock
+from tokenformer_vit.layers import TokenFormerBlock
 from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block, model_pattention_args
-from tokenformer_vit.layers.block import IGNORED_TIMM_ARGUMENTS, token_arguments
+from tokenformer_vit.layers.block import IGNORED_TIMM_ARGUMENTS, common, layer_arguments
+from tokenformer_vit.layers.norm import norm_name
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 
 from . import checkpoints
-from .sizes import find_layers, model_sizes, nest_layers, nested_arguments, set_size
+from .sizes import model_sizes, nest_layers, nested_arguments, set_size
 
 
 class ChannelsLast(nn.Module):
@@ -68,9 +69,10 @@ class TokenFormerViT(VisionTransformer):
     """Vision transformer in which every projection of a block is a Pattention layer.
 
     Args:
-        theta: Name of the Θ variant, a key of ``tokenformer_vit.ops.THETAS``.
+        theta: Name of the Θ variant, a key of ``tokenformer_vit.ops.THETAS``; or a dict of names
+            for ``qkv``, ``proj`` and ``ffn``.
         norm: Parameters of the LayerNorms inside blocks: ``none``, ``bias`` or ``weight+bias``; or
-            ``rms`` for RMSNorms without a weight. The final norm always has its parameters.
+            of RMSNorms, ``rms`` (none) or ``rms+weight``. The final norm always has its parameters.
         norm_eps: Number that all norms add to the variance or mean square.
         num_qkv_param_tokens: Number of pairs in each query, key and value projection; default
             ``embed_dim``. A list has a number for each block.
@@ -78,7 +80,8 @@ class TokenFormerViT(VisionTransformer):
         num_ffn_param_tokens: Number of pairs in each feed-forward layer; default
             ``mlp_ratio * embed_dim``.
         pattention_args: Arguments of all :class:`~tokenformer_vit.layers.Pattention` layers, such
-            as ``learn_tau``; and ``init`` (``released``: as in the authors' code).
+            as ``learn_tau`` or ``bias``, each one value or a dict as for ``theta``; and ``init``
+            (``released``: as in the authors' code).
         nested: Smaller sizes that are trained as well, as shares of the pairs such as
             ``(0.25, 0.5)``; see :meth:`set_size`.
         nested_kinds: Kinds of layers that have sizes: ``qkv``, ``proj``, ``ffn``; ``None`` for all.
@@ -106,7 +109,7 @@ class TokenFormerViT(VisionTransformer):
 
     def __init__(
         self,
-        theta: str = "gelu_l2",
+        theta: str | Mapping[str, str] = "gelu_l2",
         norm: str = "none",
         norm_eps: float = 1e-6,
         num_qkv_param_tokens: Counts = None,
@@ -149,7 +152,7 @@ class TokenFormerViT(VisionTransformer):
             return TokenFormerBlock(**own, pattention_args=shared, residual_init_gain=gain)
 
         shape: Any = {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads}
-        norm_layer: Any = partial(RmsNorm if norm == "rms" else LayerNorm, eps=norm_eps)
+        norm_layer: Any = partial(RmsNorm if norm.startswith("rms") else LayerNorm, eps=norm_eps)
         super().__init__(**shape, block_fn=block_fn, norm_layer=norm_layer, **kwargs)  # type: ignore
         self._model_args = {"pattention_args": dict(pattention_args) if pattention_args else None}
         self.rope: RotaryEmbeddingCat | None = None
@@ -251,18 +254,14 @@ class TokenFormerViT(VisionTransformer):
             args["final_norm"] = False
         if not len(blocks):
             return args
-        layers, shared = find_layers(blocks).values(), args["pattention_args"] or {}
-        if (eps := _common(layer.eps for layer in layers)) != shared.get("eps", checkpoints.EPS):
-            args["pattention_args"] = {**shared, "eps": eps}
         norms = [norm for block in blocks for norm in (block.norm1, block.norm2)]
         return {
             **args,
-            **token_arguments(blocks),
-            "theta": _common(layer.theta for layer in layers),
-            "norm": _common("rms" if isinstance(n, BlockRMSNorm) else n.affine for n in norms),
-            "norm_eps": _common(norm.eps for norm in norms),
-            "qk_norm": _common(not isinstance(b.attn.q_norm, nn.Identity) for b in blocks),
-            "num_heads": _common(block.attn.num_heads for block in blocks),
+            **layer_arguments(blocks, args["pattention_args"]),
+            "norm": common(map(norm_name, norms)),
+            "norm_eps": common(norm.eps for norm in norms),
+            "qk_norm": common(not isinstance(b.attn.q_norm, nn.Identity) for b in blocks),
+            "num_heads": common(block.attn.num_heads for block in blocks),
         }
 
     @_model_args.setter
@@ -278,12 +277,6 @@ class TokenFormerViT(VisionTransformer):
         super().set_input_size(img_size, patch_size)
         if self.rope is not None:
             self.rope.update_feat_shape(self.patch_embed.grid_size)  # type: ignore[arg-type]
-
-
-def _common(facts: Iterable[Any]) -> Any:
-    """Return the fact that all layers share, or the list of their facts."""
-    found = list(facts)
-    return found[0] if all(each == found[0] for each in found) else found
 
 
 class TokenFormerViTDistilled(TokenFormerViT, VisionTransformerDistilled):

@@ -16,8 +16,10 @@ def pattention(
     theta: str,
     tau: Tensor,
     eps: float = 1e-6,
+    score_bias: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Let input tokens attend to parameter tokens: Θ(X K_Pᵀ) V_P.
+    """Let input tokens attend to parameter tokens: Θ(X K_Pᵀ + score_bias) V_P + bias.
 
     Args:
         x: (..., C_in) input tokens.
@@ -26,6 +28,8 @@ def pattention(
         theta: Name of the Θ variant, a key of ``THETAS``.
         tau: 0-dim tensor, the stored scale of the layer; see :func:`default_tau`.
         eps: Number added to the divisor of a row, relative to ``tau``.
+        score_bias: (P,) numbers added to the scores, or ``None``. Θ ``linear`` has none.
+        bias: (C_out,) numbers added to the outputs, or ``None``.
 
     Returns:
         (..., C_out) output tokens, in the dtype that PyTorch's ``linear`` gives for ``x``.
@@ -40,11 +44,36 @@ def pattention(
     Source:
         TokenFormer, arXiv:2410.23168, Eq. 4.
     """
-    scores = F.linear(x, key_param_tokens)  # (..., P)
+    if theta == "linear":
+        # Traces and exports serve any number of tokens.
+        tokens = None if plain_only() else x.numel() // x.shape[-1]
+        if product_is_cheaper(key_param_tokens, value_param_tokens, tokens):
+            return F.linear(x, linear_weight(x, key_param_tokens, value_param_tokens), bias)
+    scores = F.linear(x, key_param_tokens, score_bias)  # (..., P)
     if theta != "gelu_l2" or plain_only():
         weights = theta_weights(scores, theta, tau, eps)
     elif torch.is_grad_enabled() and (scores.requires_grad or tau.requires_grad):
         weights = GeluL2.apply(scores, tau, eps)
     else:
         weights = GeluL2.forward(None, scores, tau, eps)
+    if bias is not None:  # added before the result is rounded
+        return F.linear(weights, value_param_tokens.t(), bias)
     return weights @ value_param_tokens  # (..., C_out)
+
+
+def product_is_cheaper(keys: Tensor, values: Tensor, tokens: int | None) -> bool:
+    """Return whether Vᵀ K and one product with it cost less than two; None for many tokens."""
+    pairs, both = len(keys), keys.shape[1] + values.shape[1]
+    whole = keys.shape[1] * values.shape[1]
+    if tokens is None:
+        return pairs * both > whole
+    return pairs * both * tokens > whole * (tokens + pairs)
+
+
+def linear_weight(x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Return the weight (C_out, C_in) of linear tokens, rounded once under autocast."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return values.t() @ keys
+    with torch.autocast(device, enabled=False):
+        return values.t() @ keys

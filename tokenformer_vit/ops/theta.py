@@ -74,13 +74,19 @@ def gelu_tanh(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
     return F.gelu(scores, approximate="tanh")
 
 
+def linear(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
+    """A itself: with it, a linear layer of weight Vᵀ K is Pattention."""
+    return scores
+
+
 class Theta(NamedTuple):
     """Facts about one Θ variant; ``THETAS`` alone lists the variants by name.
 
     Args:
         weights: Function from scores to weights.
         norm_order: p of the Lₚ norm that a row is divided by, 1 or 2; 0 for no norm, where τ has no
-            effect. When pairs go, τᵖ must follow the sum of p-th powers to keep other weights.
+            effect, Θ(0) = 0, and biases are possible. When pairs go, τᵖ must follow the sum of p-th
+            powers to keep other weights.
         normalizes_scores: Whether this norm is of the scores, before the activation. Then the scale
             of the keys does not change the weights.
         second_moment: E[Θ(A)²] of a weight for standard normal scores and the default τ. The
@@ -100,6 +106,7 @@ THETAS = {
     "gelu_l2_post": Theta(gelu_l2_post, 2, False, 1.0),
     "gelu": Theta(gelu, 0, False, 0.42522),
     "gelu_tanh": Theta(gelu_tanh, 0, False, 0.42519),
+    "linear": Theta(linear, 0, False, 1.0),
 }
 
 

@@ -21,7 +21,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import Usage, extract, pattention_layers, prune
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import COUNTS
-from tokenformer_vit.layers.block import token_arguments
+from tokenformer_vit.layers.block import layer_arguments
 from tokenformer_vit.models.sizes import kind_of
 
 from .datasets import LabelledImages, labels_for, open_images
@@ -97,7 +97,8 @@ def _read_strongest(
     weights = layer.weights(inputs[0])  # (..., P)
     chosen = weights.abs().topk(number, dim=-1).indices  # (..., number)
     kept = torch.zeros_like(weights).scatter(-1, chosen, weights.gather(-1, chosen))
-    return (kept @ layer.used_tokens()[1].to(kept.dtype)).to(output.dtype)
+    bias = None if layer.bias is None else layer.bias.to(kept.dtype)
+    return F.linear(kept, layer.used_tokens()[1].to(kept.dtype).t(), bias).to(output.dtype)
 
 
 def candidates(
@@ -209,7 +210,7 @@ def is_nested(model: nn.Module) -> bool:
 def _pairs(model: nn.Module) -> dict[str, int | list[int]]:
     """Return the numbers of pairs by kind; a list by block if blocks differ."""
     own: Any = model
-    numbers = token_arguments(own.blocks)
+    numbers = layer_arguments(own.blocks, None)
     return {kind: numbers[name] for kind, name in COUNTS.items()}
 
 
