@@ -60,8 +60,7 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     except (SafetensorError, BadZipFile, UnpicklingError, EOFError) as error:
         # Not PyTorch's message, which advises to run the code in the file.
         raise InputError(
-            f"{path} is damaged, or holds more than tensors and plain values, and loading it could "
-            "run code: copy it again, or save only the state dict"
+            f"{path} is damaged, or loading it could run code: copy it, or save only the state dict"
         ) from error
 
 
@@ -99,9 +98,7 @@ def check_digest(path: Path) -> None:
     """Compare exported weights with the SHA-256 in their ``config.json``, if it has one."""
     expected = description_of(path, {}).get("sha256")
     if expected is not None and expected != hashlib.sha256(path.read_bytes()).hexdigest():
-        raise InputError(
-            f"{path} is damaged or was replaced ({CONFIG} has another SHA-256): copy both again"
-        )
+        raise InputError(f"{path} is damaged ({CONFIG} has another SHA-256): copy both again")
 
 
 def computation_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,8 +185,7 @@ def load_model(
             weights |= {name: own[name] for name in own if name.startswith("fc_norm.")}
         if faults := model_faults(own, weights):
             raise InputError(
-                f"{checkpoint} does not fit {name}: {faults}. Give the --model it was trained as, "
-                "with its --model-kwargs"
+                f"{checkpoint} does not fit {name}: {faults}. Give its own --model, --model-kwargs"
             )
         model.load_state_dict(weights)
     return model.eval()

@@ -70,10 +70,7 @@ def nest_layers(
     kinds: Sequence[str] | None = None,
     tau_of: Callable[[str, Pattention, float], Tensor] | None = None,
 ) -> None:
-    """Replace the nested sizes of the layers of these kinds, by default of all.
-
-    ``tau_of`` gives τ () of a layer's size; by default it is that with which it computes now.
-    """
+    """Replace the sizes of layers, by default of all kinds and with the τ () that they have now."""
     if not isinstance(nested, list | tuple) or not all(0 < size <= 1 for size in nested):
         raise InputError(f"nested must be a list of shares, such as (0.25, 0.5), not {nested!r}")
     layers = find_layers(model)
