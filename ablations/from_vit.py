@@ -1,9 +1,15 @@
-"""What does a trained ViT keep when it becomes a TokenFormer?
+"""What does a trained ViT keep when it becomes a TokenFormer, and what does it cost?
 
 Trains ViTs of timm on CIFAR-10, converts each with ``from_vit``, and measures both: rows of a CSV.
-If interrupted, the same command resumes a training, and skips the parts that have rows.
+If interrupted, the same command resumes a training, and skips the parts that have rows. Instead of
+training, it takes a pretrained ViT with a linear probe for the images, or measures only the speed
+of a timm model::
 
-    python ablations/from_vit.py --data FOLDER --seeds 0 1 2
+    python ablations/from_vit.py --data CIFAR10
+    python ablations/from_vit.py --data IMAGENETTE --vit vit_small_patch14_dinov2 --weights FILE \
+        --image 98 --parts accuracy ranks size
+    python ablations/from_vit.py --data IMAGENETTE --vit vit_base_patch16_224 --image 224 \
+        --depth 2 --batch-size 40 --parts size
 """
 
 import argparse
@@ -19,6 +25,7 @@ import timm.optim
 import timm.scheduler
 import torch
 from mmpretrain.datasets.transforms import Cutout
+from timm.utils import reparameterize_model
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 from torchvision.transforms import v2
@@ -29,17 +36,19 @@ from tokenformer_vit.benchmarking.measures import measure_rounds
 from tokenformer_vit.cli import run
 from tokenformer_vit.cli.arguments import Parser, device
 from tokenformer_vit.files import whole_file
-from tokenformer_vit.growth import extract, measure_usage, prune
+from tokenformer_vit.growth import extract
 from tokenformer_vit.models import from_vit
+from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.records import environment
 from tokenformer_vit.training.data.images import divide
 from tokenformer_vit.vision.datasets import open_images
 from tokenformer_vit.vision.images import read_pixels
 
 # On one CPU core, three seeds train in about 45 minutes.
-SIZES = {"patch": 8, "width": 96, "depth": 5, "epochs": 40, "batch-size": 128}
+SIZES = {"image": 32, "patch": 8, "width": 96, "depth": 5, "epochs": 40, "batch-size": 128}
 _, AUGMENT = divide([v2.RandomCrop(32, 4), v2.RandomHorizontalFlip(), Cutout(8, 0, prob=1.0)])
-TUNE_STEPS, ROUNDS = 200, 100
+CIFAR10 = {"mean": [0.4913, 0.4821, 0.4465], "std": [0.2452, 0.2428, 0.2606]}
+TUNE_STEPS, ROUNDS, ORDER_IMAGES = 200, 100, 400
 FOUND = ["variant", "dtype", "name", "value", "n"]  # what the parts below yield
 Images = tuple[Tensor, Tensor]  # normalised images, and labels
 
@@ -48,10 +57,28 @@ def load(args: argparse.Namespace, split: str) -> Images:
     """Return the images of a split and their labels, in the order of the file, on the device."""
     rows = open_images(args.data, split)
     rows.keep(rows.rows.argsort()[: args.limit])
-    pixels = [torch.from_numpy(read_pixels(s["img_path"], s["img_bytes"])) for s in rows]
-    images = torch.stack(pixels).permute(0, 3, 1, 2).contiguous() / 255
-    images = v2.functional.normalize(images, [0.4913, 0.4821, 0.4465], [0.2452, 0.2428, 0.2606])
+    # The means of a timm model with weights are those of its pretraining.
+    config = timm.get_pretrained_cfg(args.vit).to_dict() if args.vit else CIFAR10
+    pixels = (torch.from_numpy(read_pixels(s["img_path"], s["img_bytes"])) for s in rows)
+    sized = [v2.functional.resize(each.permute(2, 0, 1), [args.image] * 2) for each in pixels]
+    images = v2.functional.normalize(torch.stack(sized) / 255, config["mean"], config["std"])
     return images.to(args.device), rows.labels.to(args.device)
+
+
+def pretrained(args: argparse.Namespace, data: Images) -> Any:
+    """Return a timm model whose head is a linear probe (ridge regression) of the images."""
+    how = {} if args.weights else {"depth": args.depth}
+    vit: Any = load_model(args.vit, args.weights, 0, img_size=args.image, **how)
+    features, labels = logits_of(vit.to(args.device), data[0]), data[1]
+    mean, number = features.mean(dim=0), int(labels.max()) + 1
+    rows = features - mean
+    wanted = nn.functional.one_hot(labels, number) - 1 / number
+    gram = rows.t() @ rows
+    gram += 0.01 * gram.diagonal().mean() * torch.eye(len(gram), device=gram.device)
+    weight = torch.linalg.solve(gram, rows.t() @ wanted.to(rows)).t()
+    vit.reset_classifier(number)
+    vit.head.load_state_dict({"weight": weight, "bias": -weight @ mean})
+    return vit.to(args.device)
 
 
 def train(
@@ -60,7 +87,6 @@ def train(
     """Train from scratch with checkpoints in ``path``, or tune for TUNE_STEPS without one."""
     images, labels = data
     epochs, steps = (args.epochs, len(images) // args.batch_size or 1) if path else (1, TUNE_STEPS)
-    # Biases do not decay: on those of 1 in the norms rest all offsets of a converted model.
     how: Any = {"weight_decay": 0.05, "betas": (0.9, 0.99), "fused": True}
     optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=rate, **how)
     start, warmup = 0, epochs // 12 * steps
@@ -116,23 +142,23 @@ def accuracy(args: argparse.Namespace, data: Images, test: Images, models: Any, 
             yield variant, dtype, "same_class", top1(logits, exact.argmax(dim=1)), len(labels)
 
 
-def pairs(args: argparse.Namespace, data: Images, test: Images, models: Any, seed: int):
-    """Keep fewer pairs in q, k and v: by falling σ, or by their usage on training images."""
-    model, (images, labels) = models["converted"], test
-    count = 2 * model.embed_dim  # all but zero keys that fill up
-    usage = measure_usage(model, data[0][:2000].split(500))
-    for kept in (count, count // 2, count // 4, count // 8, count // 16):
-        used = prune(copy.deepcopy(model), usage, num_qkv_param_tokens=kept)
-        for variant, each in (("σ", extract(model, num_qkv_param_tokens=kept)), ("usage", used)):
-            value = top1(logits_of(each, images), labels)
+def ranks(args: argparse.Namespace, data: Images, test: Images, models: Any, seed: int):
+    """Keep the first pairs of q, k, v and o: in the order of σ, or of their inputs' covariance."""
+    images, labels = test
+    count = models["vit"].embed_dim
+    orders = {"σ": from_vit(models["vit"]), "images": models["converted"]}
+    for kept in (count, count * 3 // 4, count // 2, count // 3, count // 4, count // 8):
+        for variant, model in orders.items():
+            cut = extract(model, num_qkv_param_tokens=kept, num_proj_param_tokens=kept)
+            value = top1(logits_of(cut, images), labels)
             yield variant, "float32", f"{kept}/{count}", value, len(labels)
 
 
 def tune(args: argparse.Namespace, data: Images, test: Images, models: Any, seed: int):
     """Train both models further, with the same images; the rate falls to 0 by a cosine."""
     images, labels = test
-    for variant, original in models.items():
-        model = copy.deepcopy(original)
+    for variant in ("vit", "converted"):
+        model = copy.deepcopy(original := models[variant])
         for rate, order in product((3e-4, 1e-3), range(3)):
             model.load_state_dict(original.state_dict())
             train(model, args, data, rate, 1_000_003 * (order + 1) + seed)
@@ -140,22 +166,46 @@ def tune(args: argparse.Namespace, data: Images, test: Images, models: Any, seed
             yield variant, "bfloat16", f"lr {rate:g} data {order}", value, len(labels)
 
 
+def step(model: nn.Module, forward: Any, optimizer: Any, images: Tensor, labels: Tensor) -> None:
+    """Make a training step."""
+    nn.functional.cross_entropy(forward(images), labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def size(args: argparse.Namespace, data: Images, test: Images, models: Any, seed: int):
-    """Count parameters and FLOPs, and time forward passes in turn."""
+    """Count parameters and FLOPs, and time forward passes and training steps in turn."""
     for variant, model in models.items():
         cost = total(model_costs(model))
         yield variant, "float32", "parameters", cost.parameters, 1
         yield variant, "float32", "flops", cost.forward_flops, 1
-    images = data[0][:128]
-    for compiled, dtype in product(sorted({False, args.compile}), ("float32", "bfloat16")):
+    images, labels = (each[: args.batch_size] for each in data)
+    for dtype, training in product(("float32", "bfloat16"), (False, True)):
         torch.compiler.reset()  # it compiles a module's code only eight times
-        ready = {name: torch.compile(m, disable=not compiled) for name, m in models.items()}
-        calls = {name: partial(forward, images) for name, forward in ready.items()}
-        with torch.no_grad(), torch.autocast(args.device.type, torch.bfloat16, dtype == "bfloat16"):
-            seconds = pd.DataFrame(measure_rounds(calls, ROUNDS, images.device))
-        ratio = (seconds["converted"] / seconds["vit"]).median()
-        mode = f"time, {'compiled' if compiled else 'eager'}"
-        yield mode, dtype, "converted_over_vit", ratio, ROUNDS
+        calls = {}
+        for name, model in models.items():
+            if training and name == "fused":
+                continue
+            own = copy.deepcopy(model).train(training)
+            forward = torch.compile(own, disable=not args.compile)
+            calls[name] = partial(forward, images)
+            if training:
+                optimizer = torch.optim.AdamW(own.parameters(), 0.0, fused=True)
+                calls[name] = partial(step, own, forward, optimizer, images, labels)
+        with (
+            torch.set_grad_enabled(training),
+            torch.autocast(args.device.type, torch.bfloat16, dtype == "bfloat16"),
+        ):
+            for call in calls.values():
+                call()
+            seconds = pd.DataFrame(measure_rounds(calls, args.rounds, images.device))
+        mode = "training" if training else "inference"
+        for name in calls.keys() - {"vit"}:
+            ratio = (seconds[name] / seconds["vit"]).median()
+            yield f"{name} / vit", dtype, f"time, {mode}", ratio, args.rounds
+
+
+PARTS = {each.__name__: each for each in (accuracy, ranks, tune, size)}
 
 
 def main(words: Sequence[str]) -> None:
@@ -166,6 +216,10 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--work-dir", type=Path, default=Path("work_dirs/from_vit"))
     parser.add_argument("--csv", type=Path, default=Path(__file__).with_suffix(".csv"))
+    parser.add_argument("--vit", help="name of a timm model to take in place of trained ViTs")
+    parser.add_argument("--weights", type=Path, help="its weights; without, random ones")
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of the timing")
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
@@ -173,7 +227,10 @@ def main(words: Sequence[str]) -> None:
     args = parser.parse_args(words)
     timm.layers.set_fused_attn(args.device.type != "cpu")  # on CPUs 2.5 times slower in bfloat16
     data, test = load(args, "train"), load(args, "val")
-    name = f"patch {args.patch} width {args.width} depth {args.depth} epochs {args.epochs}"
+    if args.vit:
+        name = f"{args.vit} {args.image} px" + ("" if args.weights else f" depth {args.depth}")
+    else:
+        name = f"patch {args.patch} width {args.width} depth {args.depth} epochs {args.epochs}"
     # Another batch size, or a trial, is another model.
     name += f" batch {args.batch_size}" if args.batch_size != SIZES["batch-size"] else ""
     name += f" limit {args.limit}" if args.limit else ""
@@ -181,18 +238,22 @@ def main(words: Sequence[str]) -> None:
     about = {key: about[key] for key in ("date", "commit", "torch", "hardware", "model")}
     for seed in args.seeds:
         torch.manual_seed(seed)
-        how = {"embed_dim": args.width, "depth": args.depth, "num_heads": 3, "num_classes": 10}
-        vit = timm.models.VisionTransformer(32, args.patch, **how).to(args.device)
-        path = args.work_dir / f"{name} seed {seed}.pt"
-        train(vit, args, data, 1e-3 * (args.batch_size / 512) ** 0.5, 100_003 * seed, path)
-        models = {"vit": vit.eval(), "converted": from_vit(vit)}
-        for part in (accuracy, pairs, tune, size):
-            about |= {"seed": seed, "part": part.__name__}
+        if args.vit:
+            vit = pretrained(args, data)
+        else:
+            how = {"embed_dim": args.width, "depth": args.depth, "num_heads": 3, "num_classes": 10}
+            vit = timm.models.VisionTransformer(args.image, args.patch, **how).to(args.device)
+            path = args.work_dir / f"{name} seed {seed}.pt"
+            train(vit, args, data, 1e-3 * (args.batch_size / 512) ** 0.5, 100_003 * seed, path)
+        converted = from_vit(vit.eval(), data[0][:ORDER_IMAGES])
+        models = {"vit": vit, "converted": converted, "fused": reparameterize_model(converted)}
+        for part in args.parts:
+            about |= {"seed": seed, "part": part}
             key = ["hardware", "model", "seed", "part"]
             known = pd.read_csv(args.csv) if args.csv.exists() else pd.DataFrame(columns=key)
             if (known[key] == pd.Series(about)[key]).all(axis=1).any():
                 continue
-            found = pd.DataFrame(part(args, data, test, models, seed), columns=FOUND)
+            found = pd.DataFrame(PARTS[part](args, data, test, models, seed), columns=FOUND)
             rows = found.assign(**about)[[*about, *FOUND]]
             rows.to_csv(args.csv, mode="a", header=not args.csv.exists(), index=False)  # one write
             print(rows.to_string(), flush=True)

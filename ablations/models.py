@@ -18,7 +18,7 @@ from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.benchmarking.matched import matched_hidden, mlp_ratio
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.arguments import COUNTS
-from tokenformer_vit.layers.block import token_arguments
+from tokenformer_vit.layers.block import layer_arguments
 from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.models.sizes import find_layers
 
@@ -105,7 +105,7 @@ def sizes_of(cfg: Config) -> Sizes:
     inner = model.model.base_model if language else model.backbone.model
     if not find_layers(inner):
         raise InputError(f"the model is a {type(inner).__name__}: give a config of a TokenFormer")
-    counts = {name: token_arguments(inner.blocks)[name] for name in PAIRS}
+    counts = {name: layer_arguments(inner.blocks, None)[name] for name in PAIRS}
     if lists := [name for name, number in counts.items() if isinstance(number, list)]:
         raise InputError(f"{lists[0]} differs between blocks: give one number for all of them")
     if language:

@@ -77,9 +77,11 @@ def test_appended_pairs_learn_more_than_a_linear_probe(monkeypatch, capsys):
 
 
 def test_a_converted_vit_has_its_outputs(monkeypatch, capsys):
-    errors = column(run(monkeypatch, capsys, "from_vit.py"), r"relative error (\S+)")
-    assert len(errors) == 2
-    assert max(errors) < 1e-5
+    output = run(monkeypatch, capsys, "from_vit.py")
+    vit, converted, fused, grown, again = column(output, r"([\d,]+) parameters")
+    assert vit == fused < again < grown
+    assert vit < converted
+    assert max(column(output, r"relative error (\S+)")) < 1e-5
 
 
 def test_quantised_pairs_change_outputs_little(monkeypatch, capsys):

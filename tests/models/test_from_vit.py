@@ -1,7 +1,6 @@
-"""A converted ViT has the outputs of the ViT, and is a TokenFormer in everything else."""
+"""A converted ViT has the outputs of the ViT at its own cost, and goes back to a plain ViT."""
 
 import copy
-import re
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -9,15 +8,17 @@ from typing import Any
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 from timm.layers import LayerNorm, QuickGELU
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
+from timm.utils import reparameterize_model
 from torch import nn
+from torch.nn.utils import parametrizations, prune, weight_norm
 
 from tokenformer_vit import growth
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models import from_vit
+from tokenformer_vit.layers import Pattention
+from tokenformer_vit.models import from_vit, to_vit
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.models.vit import ConvStem
 
@@ -33,7 +34,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tanh": {"act_layer": "gelu_tanh"},
     "odd MLP": {"mlp_ratio": 2.7},
     "no output bias": {"proj_bias": False},
+    "no bias": {"proj_bias": False, "qkv_bias": False},
     "normed queries and keys": {"qk_norm": True},
+    "RMSNorm": {"norm_layer": "rmsnorm", "qk_norm": True},
+    "norms without parameters": {"norm_layer": partial(LayerNorm, affine=False)},
     "distilled": {"distilled": True},
     "no head": {"num_classes": 0},
     "no pool, other eps": {"global_pool": "", "norm_layer": partial(LayerNorm, eps=1e-5)},
@@ -47,7 +51,7 @@ def build(distilled=False, **kwargs) -> Any:
     kind = VisionTransformerDistilled if distilled else VisionTransformer
     vit = kind(**{**SHAPE, "num_classes": 10, **kwargs}).eval()
     for name, parameter in vit.named_parameters():
-        if parameter.ndim == 1 and not re.search("[qk]_norm", name):
+        if parameter.ndim == 1:
             spread = 0.3 * torch.randn_like(parameter)
             parameter.data += 0.5 + 0.5 * spread if "gamma" in name else spread
     return vit
@@ -64,26 +68,56 @@ def error(outputs, exact):
     return ((outputs - exact).norm() / exact.norm()).item()
 
 
+def shapes(model):
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", VARIANTS)
-def test_outputs_are_those_of_the_vit(name):
-    for _ in range(3):
+@pytest.mark.parametrize("by_images", [False, True])
+def test_outputs_are_those_of_the_vit_there_and_back(name, by_images):
+    vit = build(**VARIANTS[name])
+    x = images(size=40 if name == "any image size" else 32)
+    model = from_vit(vit, x.split(4) if by_images else ())
+    exact = copy.deepcopy(vit).double()(x.double())
+    fused, back = reparameterize_model(model), to_vit(model)
+    for each in (model, fused, back, to_vit(fused)):
+        assert error(each(x), exact) <= 5e-6
+    if name != "norms without parameters":  # which come back with a weight of 1 and a bias of 0
+        assert shapes(back) == shapes(vit)
+        assert len(nn.utils.parameters_to_vector(fused.parameters())) == len(
+            nn.utils.parameters_to_vector(vit.parameters())
+        )
+    wide = from_vit(copy.deepcopy(vit).double())
+    assert max(error(each(x.double()), exact) for each in (wide, to_vit(wide))) <= 1e-10
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["plain", "tanh", "RMSNorm"])
+def test_errors_in_bfloat16_are_those_of_the_vit(name):
+    ratios = []
+    for _ in range(5):  # errors of few numbers: the median counts
         vit = build(**VARIANTS[name])
-        x = images(size=40 if name == "any image size" else 32)
-        model = from_vit(vit)
+        x = images(32)
         exact = copy.deepcopy(vit).double()(x.double())
-        assert error(model(x), exact) <= 2e-5
+        model = from_vit(vit)
         with torch.autocast("cpu", torch.bfloat16):
-            assert error(model(x), exact) <= 2.5 * error(vit(x), exact)
-        low = [model.bfloat16(), from_vit(copy.deepcopy(vit).bfloat16()), vit.bfloat16()]
-        *ours, limit = (error(each(x.bfloat16()), exact) for each in low)
-        assert max(ours) <= 2.5 * limit
+            cast = [error(each(x), exact) for each in (model, reparameterize_model(model), vit)]
+        low = from_vit(copy.deepcopy(vit).bfloat16())
+        assert low.blocks[0].mlp.key_param_tokens.dtype == torch.bfloat16
+        low = [each(x.bfloat16()) for each in (low, to_vit(low), vit.bfloat16())]
+        stored = [error(each, exact) for each in low]
+        ratios.append([cast[0] / cast[2], cast[1] / cast[2], stored[0] / stored[2]])
+    factors, fused, stored = torch.tensor(ratios).median(dim=0).values.tolist()
+    assert factors <= 1.5
+    assert fused <= 1.1
+    assert stored <= 1.7  # both factors are rounded
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"act_layer": QuickGELU}, r"blocks\.0\.mlp\.act is a QuickGELU"),
+        ({"act_layer": QuickGELU}, r"is not GELU"),
         ({"embed_norm_layer": LayerNorm}, r"patch_embed\.norm is a LayerNorm"),
         ({"global_pool": "map"}, "attn_pool is a AttentionPoolLatent"),
         ({"block_fn": ParallelScalingBlock}, r"blocks\.0 is a ParallelScalingBlock"),
@@ -92,33 +126,64 @@ def test_outputs_are_those_of_the_vit(name):
     ],
 )
 def test_a_part_without_a_counterpart_is_named(arguments, said):
-    refused(VisionTransformer(**SHAPE, **arguments), said)
+    with pytest.raises(InputError, match=said):
+        from_vit(VisionTransformer(**SHAPE, **arguments))
 
 
-def refused(model, said):
-    with pytest.raises(InputError, match=rf"no exact TokenFormer: [^\n]*{said}.*; give"):
-        from_vit(model)
+def _set(path, value):
+    def change(vit):
+        module, _, name = path.rpartition(".")
+        setattr(vit.get_submodule(module), name, value)
+
+    return change
 
 
-def test_unequal_blocks_learned_norms_of_heads_and_other_models_are_refused():
-    vit, normed = build(), build(qk_norm=True)
-    vit.blocks[1].mlp.act = nn.GELU("tanh")
-    refused(vit, "differ in GELU, heads")
-    nn.init.zeros_(normed.blocks[1].attn.k_norm.weight)
-    refused(normed, "k_norm has parameters")
-    refused(from_vit(build()), "it is a TokenFormerViT")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda v: v.blocks[1].attn.register_forward_hook(lambda *a: a[2] * 2), "forward hook"),
+        (lambda v: v.norm.register_forward_pre_hook(lambda _, x: x), "norm has a forward hook"),
+        (lambda v: prune.l1_unstructured(v.blocks[1].mlp.fc1, "weight", 0.5), "forward hook"),
+        (lambda v: weight_norm(v.blocks[1].attn.proj), "forward hook"),
+        (lambda v: parametrizations.spectral_norm(v.blocks[0].attn.qkv), "ParametrizedLinear"),
+        (_set("blocks.2.mlp.forward", lambda x: 2 * x), "forward of its own"),
+        (_set("blocks.1.mlp.act", nn.GELU("tanh")), "differ in GELU"),
+        (_set("blocks.1.attn.num_heads", 4), "differ in GELU, heads"),
+        (_set("blocks.1.norm1.eps", 1e-2), "differ"),
+        (_set("blocks.1.attn.scale", 1.0), "differ by"),
+        (lambda v: nn.init.constant_(v.blocks[1].norm1.weight, float("nan")), "differ by nan"),
+    ],
+)
+def test_what_is_done_by_hand_is_refused(change, said):
+    vit = build(qk_norm=said == "differ by")  # without fused attention, as scale is read there
+    for block in vit.blocks:
+        block.attn.fused_attn = False
+    change(vit)
+    with pytest.raises(InputError, match=said):
+        from_vit(vit)
+
+
+def test_a_tokenformer_is_no_plain_vit_unless_its_tokens_are_linear():
+    with pytest.raises(InputError, match="it is a TokenFormerViT"):
+        from_vit(from_vit(build()))
+    ordinary: Any = timm.create_model("tokenformer_vit", **SHAPE)
+    with pytest.raises(InputError, match="'gelu_l2': only 'linear'"):
+        to_vit(ordinary)
+    uneven = growth.extract(from_vit(build()), num_ffn_param_tokens=[100, 100, 50])
+    with pytest.raises(InputError, match="cut equally"):
+        to_vit(uneven)
 
 
 # Why timm's other names are refused, with their numbers.
 REFUSED = {
     "attn_pool is a AttentionPool": 18,
     "patch_embed is a HybridEmbed": 14,
-    "is a RmsNorm": 16,
-    "is a QuickGELU": 7,
-    "norm is a LayerNorm": 4,
+    "patch_embed.norm is a RmsNorm": 12,
+    "blocks.0 is a ": 8,
+    "is not GELU": 7,
+    "attn.norm is a LayerNorm": 4,
     "mlp is a GluMlp": 3,
     "attn is a DiffAttention": 2,
-    "blocks.0 is a ": 5,
 }
 
 
@@ -135,15 +200,18 @@ def test_names_of_timm():
             found[next(reason for reason in REFUSED if reason in str(refusal))] += 1
             continue
         found["fits"] += 1
+        assert shapes(to_vit(model)) == shapes(vit)
         if model.patch_embed.num_patches < 300:  # the others take long
             x = torch.randn(1, 3, *vit.patch_embed.img_size)
             with torch.no_grad():
-                assert error(model(x), copy.deepcopy(vit).double()(x.double())) <= 2e-5, name
-    assert found == {"fits": 124, **REFUSED}
+                assert error(model(x), copy.deepcopy(vit).double()(x.double())) <= 5e-6, name
+    assert found == {"fits": 125, **REFUSED}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["plain", "stem of convolutions"])
+@pytest.mark.parametrize(
+    "name", ["plain", "stem of convolutions", "RMSNorm", "no qkv bias, no class token"]
+)
 def test_a_saved_model_is_the_same(name, tmp_path):
     model, x = from_vit(build(**VARIANTS[name])), images()
     save_model(model, tmp_path / "out")
@@ -153,26 +221,60 @@ def test_a_saved_model_is_the_same(name, tmp_path):
 
 
 @torch.no_grad()
-def test_sizes_are_ranks_of_the_projections():
-    vit = build()
-    model, x = from_vit(vit), torch.randn(64, 48)
-    block = vit.blocks[1]
-    weight, bias = (each.double()[:48] for each in (block.attn.qkv.weight, block.attn.qkv.bias))
-    bias = bias + weight @ block.norm1.bias.double()
-    weight = weight * block.norm1.weight.double()
-    weight = weight - weight.mean(dim=1, keepdim=True) + bias[:, None] / 48
-    left, sizes, right = torch.linalg.svd(weight)
-    shifted = F.layer_norm(x, (48,), eps=1e-6) + 1
-    for rank in (48, 24, 5):
-        exact = shifted.double() @ (left[:, :rank] * sizes[:rank] @ right[:rank]).T
-        cut = growth.extract(model, num_qkv_param_tokens=2 * rank)
-        found = cut.blocks[1].attn.query(shifted)
-        assert (found - exact).norm() <= 1e-5 * exact.norm()
+@pytest.mark.parametrize("name", ["plain", "RMSNorm", "odd MLP", "no pool, other eps", "distilled"])
+def test_a_vit_that_is_smaller_or_larger_is_saved_as_timms_own(name, tmp_path):
+    vit, x = build(**VARIANTS[name]), images()
+    model = growth.extract(from_vit(vit, x), num_qkv_param_tokens=24, num_ffn_param_tokens=101)
+    growth.grow(model, num_ffn_param_tokens=150)
+    for parameter in model.parameters():  # as if tuned
+        parameter += 0.01 * torch.randn_like(parameter)
+    back = to_vit(model)
+    assert back.blocks[0].mlp.fc1.out_features == 150
+    save_model(back, tmp_path / "out")
+    again = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    assert type(again) is type(vit)
+    assert torch.equal(again(x), back(x))
+    assert error(back(x), model(x)) <= 1e-5
 
 
 @torch.no_grad()
-def test_pruning_takes_pairs_that_only_fill_counts_up():
-    model, x = from_vit(build()), images()
-    before = model(x)
-    growth.prune(model, growth.measure_usage(model, [x]), 96, 108, 193)
-    assert error(model(x), before) <= 1e-5
+def test_first_pairs_are_the_best_map_of_their_rank():
+    linear, z = nn.Linear(24, 40), torch.randn(500, 24) @ torch.randn(24, 24)
+    wanted = (z @ linear.weight.t()).double()
+    layer = Pattention.from_linear(linear, z.t() @ z)
+    plain = Pattention.from_linear(linear)
+    left, sizes, right = torch.linalg.svd(wanted, full_matrices=False)
+    for rank in (24, 12, 5):
+        best = (left[:, :rank] * sizes[:rank]) @ right[:rank]  # Eckart and Young
+        found, other = (
+            z.double()
+            @ each.key_param_tokens[:rank].double().t()
+            @ each.value_param_tokens[:rank].double()
+            for each in (layer, plain)
+        )
+        lost = (wanted - best).norm() / wanted.norm()
+        assert (wanted - found).norm() / wanted.norm() <= lost + 1e-5
+        assert (wanted - other).norm() / wanted.norm() >= lost - 1e-5
+    assert torch.allclose(layer.key_param_tokens.norm(dim=1), torch.ones(24))
+
+
+def test_an_mlp_is_a_layer_as_it_stands():
+    fc1, fc2, x = nn.Linear(16, 40), nn.Linear(40, 24), torch.randn(5, 16)
+    for act in (nn.GELU(), nn.GELU("tanh")):
+        layer = Pattention.from_mlp(fc1, fc2, act)
+        assert torch.allclose(layer(x), fc2(act(fc1(x))), atol=1e-6)
+    with pytest.raises(InputError, match="SiLU"):
+        Pattention.from_mlp(fc1, fc2, nn.SiLU())
+
+
+@torch.no_grad()
+def test_preprocessing_and_class_names_come_along():
+    names = tuple("abcdefghij")
+    vit: Any = timm.create_model(
+        "vit_tiny_patch16_224",
+        **SHAPE | {"num_classes": 10},
+        pretrained_cfg_overlay={"mean": (0.1, 0.2, 0.3), "label_names": names, "num_classes": 10},
+    ).eval()
+    for model in (from_vit(vit), to_vit(from_vit(vit))):
+        assert tuple(model.pretrained_cfg["mean"]) == (0.1, 0.2, 0.3)
+        assert tuple(model.pretrained_cfg["label_names"]) == names

@@ -20,7 +20,7 @@ import torch
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import checkpoints
-from tokenformer_vit.models.comparison import compare_outputs, noise_images
+from tokenformer_vit.models.conversion import compare_outputs, noise_images
 from tokenformer_vit.models.from_vit import from_vit
 from tokenformer_vit.records import read_json
 from tokenformer_vit.vision.compression import tensor_batches

@@ -17,7 +17,7 @@ from typing import Any
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import INITS, grow
 from tokenformer_vit.models.checkpoints import load_model, save_model
-from tokenformer_vit.models.comparison import compare_outputs, noise_images
+from tokenformer_vit.models.conversion import compare_outputs, noise_images
 from tokenformer_vit.models.sizes import nested_arguments
 
 from .arguments import KEY_VALUES, Parser, whole_number

@@ -325,7 +325,11 @@ class Pattention(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_linear(
-        cls, linear: nn.Linear, covariance: Tensor | None = None, **kwargs: Any
+        cls,
+        linear: nn.Linear,
+        covariance: Tensor | None = None,
+        rows: slice = slice(None),
+        **kwargs: Any,
     ) -> "Pattention":
         """Build the layer of linear tokens that computes what a linear layer does.
 
@@ -333,20 +337,17 @@ class Pattention(nn.Module):
             linear: Linear layer; its weight (C_out, C_in) and bias are copied.
             covariance: (C_in, C_in) mean of z zᵀ over its inputs z. The first pairs are then the
                 best map of their rank for these inputs; without it, for inputs of any direction.
-            **kwargs: ``kind``, and ``bias=True`` for a bias of 0 where ``linear`` has none.
+            rows: Rows of the weight and bias to take, as of q in a projection to q, k and v.
+            **kwargs: Other arguments of the layer, such as ``kind``.
 
         Returns:
             A layer with min(C_in, C_out) pairs, most important first, whose keys have norm 1.
             Computed in float64; of the dtype and on the device of the weight.
 
-        Raises:
-            InputError: If ``linear`` computes something else, by its type, a hook or its forward.
-
         Source:
             The order by the inputs' covariance: SVD-LLM, arXiv:2403.07378.
         """
-        check_plain(linear)
-        weight = linear.weight.double()
+        weight, bias = linear.weight[rows].double(), linear.bias
         if covariance is None:
             left, sizes, keys = torch.linalg.svd(weight, full_matrices=False)
         else:
@@ -355,9 +356,9 @@ class Pattention(nn.Module):
             left, sizes, right = torch.linalg.svd(weight @ (axes * scales), full_matrices=False)
             keys = right / scales @ axes.t()
         lengths = keys.norm(dim=1)
-        kwargs = {"bias": linear.bias is not None, **kwargs}
-        values = (left * (sizes * lengths)).t()
-        return cls._of(keys / lengths[:, None], values, None, linear, theta="linear", **kwargs)
+        keys, values = (keys / lengths[:, None]), (left * (sizes * lengths)).t()
+        biases = None, None if bias is None else bias[rows]
+        return cls._of(linear.weight, keys, values, *biases, theta="linear", **kwargs)
 
     @classmethod
     @torch.no_grad()
@@ -370,13 +371,11 @@ class Pattention(nn.Module):
             fc1: First linear layer; its rows are the keys, its bias that of the scores.
             fc2: Second linear layer; its columns are the values, its bias that of the outputs.
             act: Activation between them: GELU, exact or by tanh.
-            **kwargs: ``kind``, and ``bias=True`` for biases of 0 where neither layer has one.
+            **kwargs: Other arguments of the layer, such as ``kind``.
 
         Raises:
-            InputError: If ``act`` is another function, or a layer computes something else.
+            InputError: If ``act`` is another function.
         """
-        check_plain(fc1)
-        check_plain(fc2)
         grid = torch.linspace(-6, 6, 97, device=fc1.weight.device)
         one, found = torch.ones(()), act(grid.clone())
         near = (
@@ -386,20 +385,20 @@ class Pattention(nn.Module):
         )
         if (theta := next(near, None)) is None:
             raise InputError(f"{act} is not GELU, exact or by tanh: no Θ computes it")
-        kwargs = {"bias": fc1.bias is not None or fc2.bias is not None, **kwargs}
-        return cls._of(fc1.weight, fc2.weight.t(), fc1.bias, fc2, theta=theta, **kwargs)
+        tensors = fc1.weight, fc2.weight.t(), fc1.bias, fc2.bias
+        return cls._of(fc1.weight, *tensors, theta=theta, **kwargs)
 
     @classmethod
     def _of(
-        cls, keys: Tensor, values: Tensor, score_bias: Any, last: nn.Linear, **kwargs: Any
+        cls, like: Tensor, keys: Tensor, values: Tensor, *biases: Tensor | None, **kwargs: Any
     ) -> "Pattention":
-        place: Any = {"device": last.weight.device, "dtype": last.weight.dtype}
-        layer = cls(keys.shape[1], values.shape[1], len(keys), **kwargs, **place)
-        layer.key_param_tokens.copy_(keys)
-        layer.value_param_tokens.copy_(values)
-        for own, bias in ((layer.score_bias, score_bias), (layer.bias, last.bias)):
-            if own is not None and bias is not None:
-                own.copy_(bias)
+        """Build a layer of these tensors; the biases are those of the scores and the outputs."""
+        kwargs |= {"bias": any(each is not None for each in biases)}
+        kwargs |= {"device": like.device, "dtype": like.dtype}
+        layer = cls(keys.shape[1], values.shape[1], len(keys), **kwargs)
+        tensors = zip((*PER_PAIR, "bias"), (keys, values, *biases), strict=True)
+        found = {name: tensor for name, tensor in tensors if tensor is not None}
+        layer.load_state_dict({**layer.state_dict(), **found})
         return layer
 
     @torch.no_grad()
@@ -436,20 +435,6 @@ def join_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if old in joined:  # else it is the file of new pairs alone
                 joined[old] = torch.cat((joined[old], joined.pop(new)))
     return joined
-
-
-def check_plain(linear: nn.Module) -> None:
-    """Refuse a linear layer that computes something else than its weight and bias say."""
-    if type(linear) is not nn.Linear or (deed := unseen(linear)):
-        what = deed if type(linear) is nn.Linear else "is no plain nn.Linear"
-        raise InputError(f"{linear} {what}: its weight and bias are not what it computes")
-
-
-def unseen(module: nn.Module) -> str:
-    """Say what a module does besides its class: a hook, or a forward of its own; "" if nothing."""
-    if module._forward_hooks or module._forward_pre_hooks:
-        return "has a forward hook"
-    return "has a forward of its own" if "forward" in vars(module) else ""
 
 
 # timm's feature extractor keeps it as a module, which TorchScript compiles; not so pattention().

@@ -1,15 +1,61 @@
-"""Compare the outputs of two models that shall compute the same."""
+"""What conversions of Transformers share: write a block, and compare the outputs of two models."""
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from tqdm import tqdm
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.layers import Pattention
 
 # Of the relative error in float32: rounding gives 1e-6, and an eps or scale set by hand 1e-2.
 LIMIT = 1e-4
+
+
+def unseen(module: nn.Module) -> str:
+    """Say what a module does besides its class: a hook, or a forward of its own; "" if nothing."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has a forward hook"
+    return "has a forward of its own" if "forward" in vars(module) else ""
+
+
+def readable(model: nn.Module) -> Any:
+    """Return a copy to read, in evaluation mode, in float32 where precision would be lost."""
+    copied = copy.deepcopy(model).eval()
+    return copied.float() if next(model.parameters()).dtype.itemsize < 4 else copied
+
+
+def write_blocks(
+    source: nn.Module, targets: Any, parts: Sequence[Sequence[Any]], batches: Iterable[Tensor]
+) -> None:
+    """Give TokenFormer blocks the layers of the blocks of a Transformer.
+
+    ``parts`` has for each block the linear layer to q, k and v, the output projection, and the
+    arguments of ``Pattention.from_mlp``. ``batches`` order the pairs of linear tokens, if any.
+    """
+    of: dict[nn.Module, Any] = {}  # sums of z zᵀ (C_in, C_in) over the inputs z of a layer
+
+    def add(layer: nn.Module, inputs: tuple[Tensor]) -> None:
+        rows = inputs[0].flatten(0, -2).double()
+        of[layer] = of.get(layer, 0) + rows.t() @ rows
+
+    with ExitStack() as stack:
+        for layer in (layer for each in parts for layer in each[:2]):
+            stack.enter_context(layer.register_forward_pre_hook(add))
+        for batch in batches.split(32) if isinstance(batches, Tensor) else batches:
+            source(batch.to(next(source.parameters()).device))
+    blocks = zip(tqdm(parts, "converting", disable=None), targets, strict=True)
+    for (qkv, proj, *mlp), target in blocks:
+        for number, name in enumerate(("query", "key", "value")):
+            rows = slice(number * proj.in_features, (number + 1) * proj.in_features)
+            layer = Pattention.from_linear(qkv, of.get(qkv), rows, kind="qkv")
+            target.attn.set_submodule(name, layer)
+        target.attn.proj = Pattention.from_linear(proj, of.get(proj), kind="proj")
+        target.mlp = Pattention.from_mlp(*mlp, kind="ffn")
 
 
 def noise_images(vit: Any, number: int) -> Tensor:
