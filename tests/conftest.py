@@ -99,7 +99,7 @@ def plain_attention() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def shared_data() -> Callable[[str], Path]:
     """Find real data by a path within the folder TOKENFORMER_TEST_DATA, or skip the test."""
 

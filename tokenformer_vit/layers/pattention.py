@@ -131,17 +131,19 @@ class Pattention(nn.Module):
         if eps < 0 or self.init_tau <= 0:  # outputs would be NaN, 0 or of the other sign
             raise InputError(f"eps must be at least 0 and tau positive, but got {eps} and {tau}")
         place: Any = {"device": device, "dtype": dtype}
-        self.key_param_tokens = nn.Parameter(torch.empty(num_param_tokens, in_features, **place))
-        self.value_param_tokens = nn.Parameter(torch.empty(num_param_tokens, out_features, **place))
-        score_bias = torch.empty(num_param_tokens, **place) if bias and theta != "linear" else None
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, **place))
+
+        self.key_param_tokens = parameter(num_param_tokens, in_features)
+        self.value_param_tokens = parameter(num_param_tokens, out_features)
+        has_score_bias = bias and theta != "linear"
         self.register_parameter(
-            "score_bias", None if score_bias is None else nn.Parameter(score_bias)
+            "score_bias", parameter(num_param_tokens) if has_score_bias else None
         )
+        self.register_parameter("bias", parameter(out_features) if bias else None)
         for name in PER_PAIR:
             self.register_parameter(f"new_{name}", None)
-        self.register_parameter(
-            "bias", nn.Parameter(torch.empty(out_features, **place)) if bias else None
-        )
         start = torch.empty((), device=device, dtype=torch.float32)
         self.tau = nn.Parameter(start) if learn_tau else nn.Buffer(start)
         self.nested, self.sized, self.active = tuple[float, ...](), True, None
@@ -156,9 +158,8 @@ class Pattention(nn.Module):
         if value_std is None:
             square = self.num_param_tokens * find_theta(self.theta).second_moment
             value_std = self.init_gain / math.sqrt(square)
-        for name, std in zip(
-            PER_PAIR, (self.key_init_scale * key_std, value_std, 0.0), strict=True
-        ):
+        stds = self.key_init_scale * key_std, value_std, 0.0
+        for name, std in zip(PER_PAIR, stds, strict=True):
             for part in self.parts(name):
                 nn.init.normal_(part, std=std)
         if self.bias is not None:
@@ -331,21 +332,15 @@ class Pattention(nn.Module):
         rows: slice = slice(None),
         **kwargs: Any,
     ) -> "Pattention":
-        """Build the layer of linear tokens that computes what a linear layer does.
+        """Write a linear layer as min(C_in, C_out) linear tokens, most important first.
 
         Args:
-            linear: Linear layer; its weight (C_out, C_in) and bias are copied.
-            covariance: (C_in, C_in) mean of z zᵀ over its inputs z. The first pairs are then the
-                best map of their rank for these inputs; without it, for inputs of any direction.
+            linear: Layer whose weight (C_out, C_in) and bias are taken, computed in float64.
+            covariance: (C_in, C_in) sum or mean of z zᵀ over its inputs z. The first pairs are then
+                the best map of their rank for them (SVD-LLM, arXiv:2403.07378), or else for inputs
+                of any direction. All pairs together compute the same.
             rows: Rows of the weight and bias to take, as of q in a projection to q, k and v.
             **kwargs: Other arguments of the layer, such as ``kind``.
-
-        Returns:
-            A layer with min(C_in, C_out) pairs, most important first, whose keys have norm 1.
-            Computed in float64; of the dtype and on the device of the weight.
-
-        Source:
-            The order by the inputs' covariance: SVD-LLM, arXiv:2403.07378.
         """
         weight, bias = linear.weight[rows].double(), linear.bias
         if covariance is None:
@@ -365,25 +360,19 @@ class Pattention(nn.Module):
     def from_mlp(
         cls, fc1: nn.Linear, fc2: nn.Linear, act: Callable[[Tensor], Tensor], **kwargs: Any
     ) -> "Pattention":
-        """Build the layer that holds an MLP as it is: a pair for each hidden neuron.
+        """Hold an MLP as it stands: a pair for each hidden neuron.
 
         Args:
-            fc1: First linear layer; its rows are the keys, its bias that of the scores.
-            fc2: Second linear layer; its columns are the values, its bias that of the outputs.
-            act: Activation between them: GELU, exact or by tanh.
+            fc1: First linear layer: its rows are the keys, its bias that of the scores.
+            fc2: Second linear layer: its columns are the values, its bias that of the outputs.
+            act: GELU, exact or by tanh; InputError for another function.
             **kwargs: Other arguments of the layer, such as ``kind``.
-
-        Raises:
-            InputError: If ``act`` is another function.
         """
         grid = torch.linspace(-6, 6, 97, device=fc1.weight.device)
-        one, found = torch.ones(()), act(grid.clone())
-        near = (
-            name
-            for name in ("gelu", "gelu_tanh")
-            if torch.allclose(THETAS[name].weights(grid, one, 0.0), found, rtol=0, atol=1e-5)
-        )
-        if (theta := next(near, None)) is None:
+        found = {name: THETAS[name].weights(grid, grid, 0.0) for name in ("gelu", "gelu_tanh")}
+        errors = {name: (found[name] - act(grid.clone())).abs().max().item() for name in found}
+        theta = min(errors, key=lambda name: errors[name])
+        if not errors[theta] < 1e-5:
             raise InputError(f"{act} is not GELU, exact or by tanh: no Θ computes it")
         tensors = fc1.weight, fc2.weight.t(), fc1.bias, fc2.bias
         return cls._of(fc1.weight, *tensors, theta=theta, **kwargs)
@@ -417,9 +406,8 @@ class Pattention(nn.Module):
     def fuse(self) -> nn.Module:
         """Return the linear layer that computes the same if it is cheaper, else the layer itself.
 
-        ``timm.utils.reparameterize_model`` and the option ``--reparam`` of timm's scripts call it
-        for all layers of a model. Only linear tokens, more than C_in C_out / (C_in + C_out) of
-        them, are cheaper as a linear layer. It cannot grow, so fuse for inference.
+        ``timm.utils.reparameterize_model`` and ``--reparam`` of timm's scripts call it. Cheaper are
+        more than C_in C_out / (C_in + C_out) linear tokens. For inference: it cannot grow.
         """
         keys, values, *_ = self.used_tokens()
         cheaper = self.theta == "linear" and product_is_cheaper(keys, values, None)
