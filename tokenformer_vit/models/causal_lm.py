@@ -227,8 +227,8 @@ class TokenFormerDecoder(nn.Module):
 
     def pair_fields(self) -> dict[str, Any]:
         """Return the fields of the configuration that growth and pruning change."""
-        sizes = {"nested": (), "nested_kinds": None} | nested_arguments(self)
-        return {**layer_arguments(self.blocks, self._config.pattention_args), **sizes}
+        arguments = layer_arguments(self.blocks, self._config.pattention_args)
+        return arguments | nested_arguments(self)
 
     def computation(self) -> dict[str, Any]:
         """Return the fields of the configuration that the tensors do not show."""

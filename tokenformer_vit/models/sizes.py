@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,13 +92,9 @@ def model_sizes(model: nn.Module) -> tuple[float, ...]:
     return (*nested, 1.0)
 
 
-def nested_arguments(model: nn.Module) -> dict[str, tuple]:
+def nested_arguments(model: nn.Module) -> dict[str, Any]:
     """Return ``nested`` and ``nested_kinds``, the arguments that build a model with its sizes."""
     layers = find_layers(model)
-    arguments: dict[str, tuple] = {}
-    if nested := model_sizes(model)[:-1]:
-        arguments["nested"] = nested
-    if not all(layer.sized for layer in layers.values()):
-        kinds = [kind_of(name, layer) for name, layer in layers.items() if layer.sized]
-        arguments["nested_kinds"] = tuple(dict.fromkeys(kinds))
-    return arguments
+    kinds = dict.fromkeys(kind_of(name, each) for name, each in layers.items() if each.sized)
+    whole = all(layer.sized for layer in layers.values())
+    return {"nested": model_sizes(model)[:-1], "nested_kinds": None if whole else (*kinds,)}

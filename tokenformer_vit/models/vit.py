@@ -238,10 +238,8 @@ class TokenFormerViT(VisionTransformer):
     def _model_args(self) -> dict[str, Any]:
         """The arguments that rebuild the model: what timm recorded, and what the layers say now."""
         blocks: Any = self.blocks
-        stale = ("nested", "nested_kinds")
-        args = {name: value for name, value in self._recorded_args.items() if name not in stale}
+        args = {**self._recorded_args, **nested_arguments(self)}
         args |= {"depth": len(blocks), "use_rot_pos_emb": self.rope is not None}
-        args |= nested_arguments(self)
         if isinstance(self.norm, nn.Identity) and isinstance(self.fc_norm, nn.Identity):
             args["final_norm"] = False
         if not len(blocks):
