@@ -3,7 +3,6 @@
 import copy
 
 import pytest
-import timm
 import torch
 
 from tokenformer_vit.errors import InputError
@@ -17,7 +16,6 @@ from tokenformer_vit.growth import (
     prune,
 )
 from tokenformer_vit.models import LMConfig, TokenFormerLM
-from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.ops import THETAS
 
 from .conftest import assert_same, build, images, in_float64, logits
@@ -95,22 +93,18 @@ def test_the_most_used_pairs_stay_in_their_order():
             assert torch.equal(getattr(new, part), old[kept])
 
 
-def test_blocks_keep_their_numbers_of_pairs_in_a_file_and_train_on(tmp_path):
+def test_blocks_keep_their_numbers_of_pairs_and_train_on():
     model, x = build(), images()
     usage, ffn = measure_usage(model, [x]), model.blocks[0].mlp.key_param_tokens
     prune(model, usage, num_qkv_param_tokens=[9, 24], num_ffn_param_tokens=(128, 33))
     assert model.blocks[0].mlp.key_param_tokens is ffn
     assert [*count_pairs(model).values()] == [9, 9, 9, 32, 128, 24, 24, 24, 32, 33]
-    save_model(model, tmp_path / "folder")
-    again = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True).eval()
-    assert torch.equal(logits(again, x), logits(model, x))
+    before = logits(model, x)
     model(x).square().sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     grow(model, num_qkv_param_tokens=[24, 32], num_ffn_param_tokens=144)
     assert [*count_pairs(model).values()] == [24, 24, 24, 32, 144, 32, 32, 32, 32, 144]
-    assert_same(logits(model, x), logits(again, x), 1e-5)
-    with pytest.raises(InputError, match=r"qkv.* has 3 numbers for 2 blocks"):
-        grow(model, num_qkv_param_tokens=[60, 60, 60])
+    assert_same(logits(model, x), before, 1e-5)
 
 
 @pytest.mark.parametrize("pad", ["left", "right"])

@@ -1,4 +1,4 @@
-"""A model with separate old and new pairs is saved, averaged and copied like any other."""
+"""A model with separate old and new pairs is saved and copied like any other."""
 
 import copy
 import pickle
@@ -8,7 +8,6 @@ import timm
 import torch
 from safetensors.torch import load_file
 from timm.models import save_for_hf
-from timm.utils import ModelEmaV3
 
 from tokenformer_vit.growth import grow, join_tokens
 from tokenformer_vit.layers.pattention import TOKENS, join_state_dict
@@ -42,18 +41,6 @@ def test_it_is_copied_and_loads_what_an_ordinary_model_loads(duplicate):
     other = build(**LARGER, pattention_args={"learn_tau": True})
     model.load_state_dict(other.state_dict())
     assert torch.equal(model(x), other(x))
-
-
-def test_the_average_of_a_split_model_is_that_of_an_ordinary_one():
-    model, plain = twins()
-    averages = [ModelEmaV3(each, decay=0.9, foreach=True) for each in (model, plain)]
-    for parameter in model.parameters():
-        parameter.detach().add_(torch.randn_like(parameter))
-    plain.load_state_dict(model.state_dict())
-    for average, each in zip(averages, (model, plain), strict=True):
-        average.update(each)
-    after = [join_state_dict(average.module.state_dict()) for average in averages]
-    assert_equal(*after)
 
 
 @pytest.mark.parametrize("theta", ["gelu_l2", "softmax"])

@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="pip install '.[language]'")
-
 from transformers import AutoModelForCausalLM
 
 from tokenformer_vit.growth import grow
@@ -117,18 +114,3 @@ def test_lora_by_peft_is_saved_loaded_and_merged(tmp_path):
     torch.testing.assert_close(
         load_language_model(tmp_path / "merged")(tokens).logits, merged(tokens).logits
     )
-
-
-@torch.no_grad()
-def test_peft_knows_that_a_head_is_tied(tmp_path):
-    peft = pytest.importorskip("peft", reason="pip install peft")
-    model, tokens = build().eval(), torch.randint(258, (2, 20))
-    config = peft.LoraConfig(**LORA, trainable_token_indices=[3, 7, 200])
-    adapted = peft.get_peft_model(model, config)
-    for name, each in adapted.named_parameters():
-        if "trainable_tokens" in name:
-            each.add_(torch.randn_like(each))
-    expected = adapted(tokens).logits
-    merged = adapted.merge_and_unload()
-    torch.testing.assert_close(merged(tokens).logits, expected)
-    assert torch.equal(merged.lm_head.weight, merged.model.embedding.weight)

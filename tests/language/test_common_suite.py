@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="pip install '.[language]'")
 pytest.importorskip("parameterized", reason="transformers' own tests need parameterized")
 
 from tokenformer_vit.language import (

@@ -5,13 +5,9 @@ import json
 import random
 
 import numpy as np
-import pytest
-
-pytest.importorskip("transformers", reason="pip install '.[language]'")
-pytest.importorskip("datasets", reason="pip install '.[language]'")
-
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import zstandard
 from datasets import Dataset
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="pip install '.[language]'")
-
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM
 from tokenformer_vit.language.evaluation import measure_text, text_values, windows

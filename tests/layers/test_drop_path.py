@@ -1,5 +1,3 @@
-import copy
-
 import pytest
 import torch
 
@@ -15,13 +13,3 @@ def test_drops_samples_at_its_rate_and_keeps_the_mean(dtype):
     assert (out[kept] == torch.tensor(1 / 0.75, dtype=dtype)).all()
     assert (out[~kept] == 0).all()
     assert out.dtype == dtype
-
-
-def test_can_be_scripted():
-    layer = DropPath(0.5)
-    scripted = torch.jit.script(copy.deepcopy(layer))
-    x = torch.randn(64, 2, 3)
-    torch.manual_seed(1)
-    expected = layer(x)
-    torch.manual_seed(1)
-    assert torch.equal(scripted(x), expected)

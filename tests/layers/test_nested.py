@@ -58,13 +58,6 @@ def test_the_initial_tau_of_a_size_is_that_of_an_ordinary_layer(theta):
     assert other.tau.tolist() == pytest.approx([start, tau])
 
 
-def test_a_size_that_was_not_trained_scales_the_tau_of_all_pairs():
-    layer = build()
-    layer.size = 17 / 48
-    expected = layer.tau[-1].item() * (17 / 48) ** 0.5
-    assert layer.used_tokens()[2].item() == pytest.approx(expected)
-
-
 def test_each_size_gives_the_learned_taus_their_gradient():
     """DDP asks that every parameter has a gradient in every step."""
     layer, x = build(learn_tau=True), torch.randn(5, 16)

@@ -1,7 +1,5 @@
 """A layer with separate old and new pairs computes, loads and is copied like any other."""
 
-import copy
-
 import torch
 from torch import nn
 
@@ -15,21 +13,6 @@ def split(num_old=13, **kwargs):
     layer.new_key_param_tokens = nn.Parameter(torch.randn(20 - num_old, 8))
     layer.new_value_param_tokens = nn.Parameter(torch.randn(20 - num_old, 12))
     return layer
-
-
-def test_a_split_layer_computes_what_an_ordinary_one_does():
-    layer, plain, x = split(), Pattention(8, 12, 20), torch.randn(3, 8)
-    plain.load_state_dict(layer.state_dict())
-    assert layer.num_param_tokens == 20
-    for each in (layer, copy.deepcopy(layer)):
-        assert torch.equal(each(x), plain(x))
-    layer.size = plain.size = 0.75
-    assert torch.equal(layer(x), plain(x))
-    for each in (layer, plain):
-        each(x).square().sum().backward()
-    for name in TOKENS:
-        joined = torch.cat([part.grad for part in layer.parts(name)])
-        torch.testing.assert_close(joined, getattr(plain, name).grad)
 
 
 def test_state_dicts_of_all_forms_load_into_all():

@@ -133,21 +133,6 @@ def test_compiled_blocks_have_exact_ones_or_raise():
     check(net)
 
 
-def test_of_second_order_maml():
-    net = double(Pattention(6, 5, 7, learn_tau=True))
-    first, second = torch.randn(2, 3, 6).double()
-    names, parameters = zip(*net.named_parameters(), strict=True)
-
-    def outer(*parameters):
-        named = dict(zip(names, parameters, strict=True))
-        inner = functional_call(net, named, (first,)).square().sum()
-        slopes = torch.autograd.grad(inner, parameters, create_graph=True)
-        fast = {n: p - 0.1 * s for (n, p), s in zip(named.items(), slopes, strict=True)}
-        return functional_call(net, fast, (second,)).square().sum()
-
-    assert torch.autograd.gradcheck(outer, parameters)
-
-
 def test_of_single_samples():
     for net, x in ((small(stem=stem), images().detach()) for stem in ("patch", "conv")):
 

@@ -27,7 +27,8 @@ def script(model) -> Any:
 def test_torchscript(small, images, theta):
     learned = {"learn_tau": THETAS[theta].norm_order > 0}
     with set_scriptable(True):
-        model, x = small(theta=theta, norm="bias", qk_norm=True, pattention_args=learned), images()
+        how = {"norm": "bias", "qk_norm": True, "drop_path_rate": 0.1, "pattention_args": learned}
+        model, x = small(theta=theta, **how), images()
     torch.testing.assert_close(script(model)(x), model(x))
 
 

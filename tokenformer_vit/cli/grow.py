@@ -51,6 +51,6 @@ def main(argv: list[str]) -> None:
     facts = {"Grown from": args.source.name, "New pairs": f"{args.init}; not trained since"}
     save_model(model, args.target, facts={"Growth": facts})
     settings = ["the new numbers of pairs"]
-    settings += [f"{name}={[*value]}" for name, value in nested_arguments(model).items()]
+    settings += [f"{name}={[*value]}" for name, value in nested_arguments(model).items() if value]
     print(f"Done. To train further, set load_from={args.target}/model.safetensors in the config,")
     print(f"and {', '.join(settings)}")

@@ -24,7 +24,7 @@ from tokenformer_vit.layers.pattention import join_state_dict
 from tokenformer_vit.models import LMConfig, TokenFormerDecoder
 from tokenformer_vit.models.causal_lm import EMBEDDING_STD, CausalAttention, CausalBlock
 from tokenformer_vit.models.checkpoints import check_computation
-from tokenformer_vit.models.sizes import set_size
+from tokenformer_vit.models.sizes import model_sizes, set_size
 
 # Arguments of from_pretrained that say where the files of a model are.
 _PLACES = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -121,6 +121,7 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+    sizes, set_size = property(model_sizes), set_size
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": TokenFormerLayer,
         "attentions": CausalAttention,
@@ -147,15 +148,6 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
             if any(".new_" in name for name, _ in self.named_parameters()):
                 kwargs.setdefault("state_dict", join_state_dict(self.state_dict()))
         super().save_pretrained(*args, **kwargs)
-
-    @property
-    def sizes(self) -> tuple[float, ...]:
-        """The nested sizes, smallest first, then 1.0 for the whole model."""
-        return self.base_model.sizes  # type: ignore[return-value]
-
-    def set_size(self, size: float | None) -> None:
-        """Use only the first pairs of every layer; see :meth:`.TokenFormerDecoder.set_size`."""
-        set_size(self, size)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:

@@ -23,25 +23,15 @@ EMBEDDING_STD = 0.02  # of the initial embeddings and head
 class LMConfig:
     """The shape of a causal language model; the defaults are those of the released 150M model.
 
+    Fields without a description are arguments of :class:`.TokenFormerViT`.
+
     Args:
         vocab_size: V, number of entries of the embedding.
         context_length: Largest number of tokens in a sequence.
-        embed_dim: Width C.
-        depth: Number of blocks.
-        num_heads: Number of attention heads; divides ``embed_dim``.
-        num_qkv_param_tokens: Pairs of each q, k and v; None for C; a list has one for each block.
-        num_proj_param_tokens: Pairs of each output projection; None for C.
-        num_ffn_param_tokens: Pairs of each feed-forward layer; None for 4 C.
         positions: ``rotary``, or ``learned``, which are added to the embedding.
         rotary_share: Share of the dimensions of each head that are rotated, the first ones.
         rotary_base: Base of the wavelengths.
         tie_embeddings: Whether the embedding is also the head. The head has no bias.
-        theta: Name of the Θ variant, or a dict of names for qkv, proj and ffn.
-        norm: Norms in blocks (not the final one), as for :class:`.TokenFormerViT`.
-        norm_eps: Epsilon of all norms.
-        pattention_args: Arguments of all Pattention layers, and ``init``: scaled or released.
-        nested: Smaller sizes that are trained as well; see :meth:`TokenFormerLM.set_size`.
-        nested_kinds: Kinds of layers that have sizes: qkv, proj, ffn; None for all.
     """
 
     vocab_size: int = 50_304
@@ -141,10 +131,8 @@ def rotate(queries: Tensor, keys: Tensor, turns: Tensor) -> tuple[Tensor, ...]:
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float
 ) -> tuple[Tensor, None]:
-    """Attend by PyTorch's own function, in the form of an attention function of transformers.
-
-    The mask is true where attention is allowed; None if the cache is empty or one token sees all.
-    """
+    """Attend by PyTorch's own function, in the form of an attention function of transformers."""
+    # True where attention is allowed; no mask if the cache is empty or one token sees all.
     is_causal = attention_mask is None and query.shape[2] > 1
     x = F.scaled_dot_product_attention(query, key, value, attention_mask, 0.0, is_causal)
     return x.transpose(1, 2), None  # (B, N, heads, D), no weights
@@ -196,6 +184,7 @@ class TokenFormerDecoder(nn.Module):
     """
 
     block_class: type[CausalBlock] = CausalBlock
+    sizes, set_size = property(model_sizes), set_size
 
     def __init__(self, config: LMConfig, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
@@ -238,17 +227,8 @@ class TokenFormerDecoder(nn.Module):
 
     def pair_fields(self) -> dict[str, Any]:
         """Return the fields of the configuration that growth and pruning change."""
-        sizes = {"nested": (), "nested_kinds": None} | nested_arguments(self)
-        return {**layer_arguments(self.blocks, self._config.pattention_args), **sizes}
-
-    @property
-    def sizes(self) -> tuple[float, ...]:
-        """The trained sizes, smallest first, then 1.0 for the whole model."""
-        return model_sizes(self)
-
-    def set_size(self, size: float | None) -> None:
-        """Use only the first pairs of every layer, as :meth:`.TokenFormerViT.set_size` does."""
-        set_size(self, size)
+        arguments = layer_arguments(self.blocks, self._config.pattention_args)
+        return arguments | nested_arguments(self)
 
     def computation(self) -> dict[str, Any]:
         """Return the fields of the configuration that the tensors do not show."""

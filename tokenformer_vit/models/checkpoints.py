@@ -60,8 +60,7 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     except (SafetensorError, BadZipFile, UnpicklingError, EOFError) as error:
         # Not PyTorch's message, which advises to run the code in the file.
         raise InputError(
-            f"{path} is damaged, or holds more than tensors and plain values, and loading it could "
-            "run code: copy it again, or save only the state dict"
+            f"{path} is damaged, or loading it could run code: copy it, or save only the state dict"
         ) from error
 
 
@@ -95,22 +94,11 @@ def description_of(path: Path, content: Mapping[str, Any] | None = None) -> dict
     return (content or {}).get(DESCRIPTION) or {}
 
 
-def _digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def check_digest(path: Path) -> None:
     """Compare exported weights with the SHA-256 in their ``config.json``, if it has one."""
     expected = description_of(path, {}).get("sha256")
-    if expected is not None and expected != _digest(path):
-        raise InputError(
-            f"{path} is damaged or was replaced ({CONFIG} has another SHA-256): copy both again"
-        )
+    if expected is not None and expected != hashlib.sha256(path.read_bytes()).hexdigest():
+        raise InputError(f"{path} is damaged ({CONFIG} has another SHA-256): copy both again")
 
 
 def computation_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,20 +137,13 @@ def check_tensors(model: Any, state_dict: dict[str, Tensor], prefix: str, *_: An
 
 
 def load_model(
-    name: str | None,
-    checkpoint: Path | None,
-    num_classes: int | None = None,
-    /,
-    *,
-    new_norm: bool = False,
-    **kwargs: Any,
+    name: str | None, checkpoint: Path | None, /, *, new_norm: bool = False, **kwargs: Any
 ) -> nn.Module:
     """Build a timm model on the CPU, in evaluation mode, and load its weights strictly.
 
     ``name`` is a timm model or ``local-dir:FOLDER``; None if ``checkpoint``, a file or an exported
-    folder, describes its model. Without a checkpoint weights are random. ``kwargs`` are arguments
-    of the model; with ``img_size``, position embeddings are resampled. ``new_norm`` allows a
-    missing ``fc_norm``, as when an MAE encoder is fine-tuned.
+    folder, describes its model. With ``img_size``, position embeddings are resampled. ``new_norm``
+    allows a missing ``fc_norm``, as when an MAE encoder is fine-tuned.
     """
     if name is not None and name.startswith("local-dir:"):
         name, checkpoint = None, checkpoint or Path(name.removeprefix("local-dir:"))
@@ -178,22 +159,16 @@ def load_model(
     if name is None:
         where = checkpoint or "the command"
         raise InputError(f"{where} names no timm model: give its --model, or an exported folder")
-    named = kwargs.pop("num_classes", None)
-    num_classes = named if num_classes is None else num_classes
-    if num_classes is None and weights:
+    if weights and kwargs.get("num_classes") is None:
         heads = getattr(timm.get_pretrained_cfg(name), "classifier", None) or "head"
         head = heads if isinstance(heads, str) else heads[0]
-        num_classes = len(weights.get(f"{head}.weight", ()))
-    overlay = {**(described.get("pretrained_cfg") or {}), "num_classes": num_classes}
+        kwargs["num_classes"] = len(weights.get(f"{head}.weight", ()))
+    overlay = {**(described.get("pretrained_cfg") or {}), "num_classes": kwargs.get("num_classes")}
     overlay["label_names"] = described.get("label_names")
-    try:
+    overlay = {key: each for key, each in overlay.items() if each is not None}
+    try:  # timm resamples positions from the grid of `trained`; without it, from a square
         model: Any = timm.create_model(
-            name,
-            num_classes=num_classes,
-            pretrained_cfg_overlay={key: each for key, each in overlay.items() if each is not None},
-            # timm resamples positions from the grid of this image size; without it, from a square.
-            pretrained_model_args=trained,
-            **kwargs,
+            name, pretrained_cfg_overlay=overlay, pretrained_model_args=trained, **kwargs
         )
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(
@@ -203,18 +178,14 @@ def load_model(
         check_computation(model, trained, checkpoint)
         own = model.state_dict()
         if resample and "pos_embed" in own and "pos_embed" in weights:
-            # Not all tensors: timm would also resample patches, to a size that nobody has trained.
-            chosen = {
-                n: t for n, t in weights.items() if n in ("pos_embed", "patch_embed.proj.weight")
-            }
-            weights["pos_embed"] = checkpoint_filter_fn(chosen, model)["pos_embed"]
+            # Positions alone: timm also resamples patches, to a size that nobody has trained.
+            weights["pos_embed"] = checkpoint_filter_fn(dict(weights), model)["pos_embed"]
         if new_norm and "fc_norm.weight" in own and "norm.weight" in weights:
             weights = {name: each for name, each in weights.items() if not name.startswith("norm.")}
             weights |= {name: own[name] for name in own if name.startswith("fc_norm.")}
         if faults := model_faults(own, weights):
             raise InputError(
-                f"{checkpoint} does not fit {name}: {faults}. Give the --model it was trained as, "
-                "with its --model-kwargs"
+                f"{checkpoint} does not fit {name}: {faults}. Give its own --model, --model-kwargs"
             )
         model.load_state_dict(weights)
     return model.eval()
@@ -267,7 +238,7 @@ def save_model(
         if computation := model_computation(model):
             tensors[COMPUTATION] = torch.tensor([*json.dumps(computation).encode()]).byte()
         save_file(tensors, partial / WEIGHTS, {"format": "pt"})
-        description["sha256"] = _digest(partial / WEIGHTS)
+        description["sha256"] = hashlib.sha256((partial / WEIGHTS).read_bytes()).hexdigest()
         (partial / CONFIG).write_text(json.dumps(description, indent=2), encoding="utf-8")
         # An edited card has a license line of its own.
         if not card.is_file() or _LICENSE in card.read_text(encoding="utf-8", errors="replace"):

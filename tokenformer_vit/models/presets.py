@@ -1,10 +1,12 @@
 """The vision models that ``import tokenformer_vit`` registers with timm."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 
+from .checkpoints import CONFIG, WEIGHTS
 from .vit import TokenFormerViT, TokenFormerViTDistilled, checkpoint_filter_fn
 
 _SMALL = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
@@ -39,32 +41,22 @@ _MODELS: dict[str, dict[str, Any]] = {
     "tokenformer_cifar10_micro": _MICRO,
     "tokenformer_cifar10_stem": _STEM | dict.fromkeys(_QKVO, 64) | {_FFN: 256},
 }
-_PRETRAINED = Path(__file__).parent / "pretrained"
-_CIFAR10 = {
-    "num_classes": 10,
-    "label_names": (
-        *("airplane", "automobile", "bird", "cat", "deer"),
-        *("dog", "frog", "horse", "ship", "truck"),
-    ),
-    "input_size": (3, 32, 32),
-    "crop_pct": 1.0,
-    "mean": (125.3 / 255, 123.0 / 255, 113.9 / 255),
-    "std": (63.0 / 255, 62.1 / 255, 66.7 / 255),
-}
 
 
 def _cfg(name: str) -> dict[str, Any]:
     """Describe a model where it differs from timm's defaults, such as 224 of 256 pixels."""
-    own = _CIFAR10 | {"file": str(_PRETRAINED / name / "model.safetensors")}
+    folder = Path(__file__).parent / "pretrained" / name
+    if folder.is_dir():
+        description = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return {**description["pretrained_cfg"], "file": str(folder / WEIGHTS)}
     return {
         "fixed_input_size": True,
-        "first_conv": "patch_embed.proj.1" if "stem" in _MODELS[name] else "patch_embed.proj",
+        "first_conv": "patch_embed.proj",
         "classifier": ("head", "head_dist") if name.endswith("_distilled") else "head",
         "crop_pct": 1.0 if name.endswith("_rope_reg4") else 224 / 256,
         "license": "apache-2.0",
         "paper_ids": "arXiv:2410.23168",
         "paper_name": "TokenFormer: Rethinking Transformer Scaling with Tokenized Model Parameters",
-        **(own if "cifar10" in name else {}),
     }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,15 @@ def find_layers(model: nn.Module) -> dict[str, Pattention]:
 
 
 def set_size(model: nn.Module, size: float | None) -> None:
-    """Let the sized layers use only a share of their pairs, the first ones; ``None`` for all.
+    """Use only the first pairs of every sized layer; it is not saved with the model.
 
-    The layers hold the size, so two threads must not use one model at different sizes.
+    With gradient checkpointing, the backward pass needs the same size. The layers hold the size,
+    so it is not thread-safe: give each thread a model of its own, by ``extract``.
+
+    Args:
+        model: Model with sizes; it has this function as a method, and ``sizes``.
+        size: Share of the pairs of a layer, above 0 and at most 1; ``None`` for all pairs. It need
+            not be one of ``sizes``.
     """
     layers = find_layers(model).values()
     if size not in (None, 1) and any(layer.active is not None for layer in layers):
@@ -64,10 +71,7 @@ def nest_layers(
     kinds: Sequence[str] | None = None,
     tau_of: Callable[[str, Pattention, float], Tensor] | None = None,
 ) -> None:
-    """Replace the nested sizes of the layers of these kinds, by default of all.
-
-    ``tau_of`` gives τ () of a layer's size; by default it is that with which it computes now.
-    """
+    """Replace the sizes of layers, by default of all kinds and with the τ () that they have now."""
     if not isinstance(nested, list | tuple) or not all(0 < size <= 1 for size in nested):
         raise InputError(f"nested must be a list of shares, such as (0.25, 0.5), not {nested!r}")
     layers = find_layers(model)
@@ -88,13 +92,9 @@ def model_sizes(model: nn.Module) -> tuple[float, ...]:
     return (*nested, 1.0)
 
 
-def nested_arguments(model: nn.Module) -> dict[str, tuple]:
+def nested_arguments(model: nn.Module) -> dict[str, Any]:
     """Return ``nested`` and ``nested_kinds``, the arguments that build a model with its sizes."""
     layers = find_layers(model)
-    arguments: dict[str, tuple] = {}
-    if nested := model_sizes(model)[:-1]:
-        arguments["nested"] = nested
-    if not all(layer.sized for layer in layers.values()):
-        kinds = [kind_of(name, layer) for name, layer in layers.items() if layer.sized]
-        arguments["nested_kinds"] = tuple(dict.fromkeys(kinds))
-    return arguments
+    kinds = dict.fromkeys(kind_of(name, each) for name, each in layers.items() if each.sized)
+    whole = all(layer.sized for layer in layers.values())
+    return {"nested": model_sizes(model)[:-1], "nested_kinds": None if whole else (*kinds,)}

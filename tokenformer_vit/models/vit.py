@@ -40,29 +40,22 @@ class ChannelsLast(nn.Module):
 
 
 class ConvStem(PatchEmbed):
-    """Patch embedding by 3 × 3 convolutions, each with max-pooling of stride 2 and ReLU.
-
-    ``patch_size`` is the stride of all together: a power of two. All but the last convolution have
-    3/8 of ``embed_dim`` channels. Source: CCT, arXiv:2104.05704, Section 3.3.
-    """
+    """Patch embedding by 3 × 3 convolutions, each with max-pooling and ReLU, arXiv:2104.05704."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         height, width = map(int, self.patch_size)
         steps = height.bit_length() - 1
-        if steps < 1 or not height == width == 2**steps:
-            raise InputError(
-                f"stem='conv' needs a patch_size of 2, 4, 8, ..., not {height} × {width}"
-            )
+        if steps < 1 or not height == width == 2**steps:  # the stride of all together
+            raise InputError(f"a stem needs a patch_size of 2, 4, 8, ..., not {height} × {width}")
         patches = cast(nn.Conv2d, self.proj)
-        place: Any = {"device": patches.weight.device, "dtype": patches.weight.dtype}
         inner = [patches.out_channels * 3 // 8] * (steps - 1)
         layers: list[nn.Module] = []
         for width, wider in pairwise([patches.in_channels, *inner, patches.out_channels]):
-            conv = nn.Conv2d(width, wider, 3, padding=1, bias=False, **place)
+            conv = nn.Conv2d(width, wider, 3, padding=1, bias=False)
             # ReLU before pooling would give the same, at four times the work of ReLU.
             layers += [conv, nn.MaxPool2d(3, stride=2, padding=1), nn.ReLU()]
-        self.proj: Any = nn.Sequential(ChannelsLast(), *layers)
+        self.proj: Any = nn.Sequential(ChannelsLast(), *layers).to(patches.weight)
 
 
 class TokenFormerViT(VisionTransformer):
@@ -105,6 +98,7 @@ class TokenFormerViT(VisionTransformer):
     """
 
     __jit_unused_properties__ = ("sizes", "_model_args")
+    sizes, set_size = property(model_sizes), set_size
 
     def __init__(
         self,
@@ -128,8 +122,7 @@ class TokenFormerViT(VisionTransformer):
     ) -> None:
         for name in sorted(kwargs.keys() & {*IGNORED_TIMM_ARGUMENTS, "block_fn", "fix_init"}):
             raise TypeError(
-                f"{name} does not apply to TokenFormer blocks, which have no linear layers and "
-                f"choose their norms by `norm`: leave out {name!r}"
+                f"blocks have no linear layers and choose norms by `norm`: leave out {name!r}"
             )
         if kwargs.get("global_pool") in ("map", "prr"):
             raise TypeError("attention pools have linear layers: choose another global_pool")
@@ -242,30 +235,11 @@ class TokenFormerViT(VisionTransformer):
         return {name for name in super().no_weight_decay() if getattr(self, name, None) is not None}
 
     @property
-    def sizes(self) -> tuple[float, ...]:
-        """The trained sizes, smallest first, then 1.0 for the whole model."""
-        return model_sizes(self)
-
-    def set_size(self, size: float | None) -> None:
-        """Use only the first pairs of every sized layer; it is not saved with the model.
-
-        With gradient checkpointing, the backward pass needs the same size. The layers hold the
-        size, so it is not thread-safe: give each thread a model of its own, by ``extract``.
-
-        Args:
-            size: Share of the pairs of a layer, above 0 and at most 1; ``None`` for all pairs. It
-                need not be one of ``sizes``.
-        """
-        set_size(self, size)
-
-    @property
     def _model_args(self) -> dict[str, Any]:
         """The arguments that rebuild the model: what timm recorded, and what the layers say now."""
         blocks: Any = self.blocks
-        stale = ("nested", "nested_kinds")
-        args = {name: value for name, value in self._recorded_args.items() if name not in stale}
+        args = {**self._recorded_args, **nested_arguments(self)}
         args |= {"depth": len(blocks), "use_rot_pos_emb": self.rope is not None}
-        args |= nested_arguments(self)
         if isinstance(self.norm, nn.Identity) and isinstance(self.fc_norm, nn.Identity):
             args["final_norm"] = False
         if not len(blocks):
@@ -317,11 +291,9 @@ class TokenFormerViTDistilled(TokenFormerViT, VisionTransformerDistilled):
 
 
 def draw_prefix_tokens(vit: Any, generator: torch.Generator | None = None) -> None:
-    """Draw class and register tokens that have no position, with a standard deviation of 0.02.
-
-    With timm's 1e-6 they would stay below the root of the norm's eps, with gradients hundreds of
-    times as large as all others. As in DeiT III, arXiv:2204.07118, and ViT-5, arXiv:2602.08071.
-    """
+    """Draw class and register tokens that have no position, as DeiT III, arXiv:2204.07118."""
+    # With timm's 1e-6 they would stay below the root of the norm's eps, with gradients hundreds of
+    # times as large as all others.
     if vit.no_embed_class or vit.pos_embed is None:
         for token in (vit.cls_token, vit.reg_token):
             if token is not None:
@@ -334,16 +306,14 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, Te
     source = model.pretrained_cfg
     where = source.get("file") or source.get("hf_hub_id") or "the checkpoint"
     if source.get("state_dict") is None:  # timm prefers these tensors to a file
-        local = source.get("source") == "local-dir"
-        file = Path(where, checkpoints.WEIGHTS) if local else Path(where)
+        file = checkpoints.find_weights(Path(where))
         checkpoints.check_digest(file)
         # timm knows the arguments of a model on the hub, but not those of a file.
         known = checkpoints.description_of(file).get("model_args") or model.pretrained_model_args
         checkpoints.check_computation(model, known, where)
     # timm draws what is missing if the number of classes differs, and says so at level INFO.
-    pairs = (name for name in model.state_dict() if name.endswith(".key_param_tokens"))
-    missing = [name for name in pairs if name not in state_dict]
-    if missing:
+    needed = {name for name in model.state_dict() if name.endswith(".key_param_tokens")}
+    if missing := sorted(needed - state_dict.keys()):
         raise InputError(
             f"{where} has no {missing[0]} and {len(missing) - 1} more: give the weights of a "
             "TokenFormer, and create the model with their depth"

@@ -139,7 +139,7 @@ def _model(start: Start, recipe: Any, side: int, count: int, classes: int) -> tu
         arguments["img_size"] = size
         if start.model is None and count < 10_000:  # few images: the size of digits_demo
             arguments |= {"embed_dim": 96, "depth": 4, "num_heads": 3}
-        model = load_model(name, None, classes, **arguments)
+        model = load_model(name, None, num_classes=classes, **arguments)
         check_classifier(model, f"--model {name}")
         backbone |= {"model_name": name, **arguments}
         images = {"input_size": (3, size, size), "crop_pct": 1.0, "interpolation": "bicubic"}
