@@ -29,7 +29,7 @@ def vit(tmp_path_factory) -> Any:
     made = subprocess.run([sys.executable, str(SCRIPT), str(path)], capture_output=True, text=True)
     if made.returncode:
         pytest.skip(f"the package of PyPI is not to be had: {made.stderr.splitlines()[-1:]}")
-    return load_model("vit_small_patch14_dinov2", path, 0, img_size=98)
+    return load_model("vit_small_patch14_dinov2", path, img_size=98)
 
 
 @pytest.fixture(scope="module")
