@@ -188,5 +188,6 @@ def test_second_moment_is_that_of_normal_scores(theta):
         "gelu_l2_post": mean(activation**2) / mean(activation**2),
         "gelu": mean(activation**2),
         "gelu_tanh": mean(torch.nn.functional.gelu(scores, approximate="tanh") ** 2),
+        "linear": mean(scores**2),
     }
     assert THETAS[theta].second_moment == pytest.approx(expected[theta].item(), rel=2e-5)
