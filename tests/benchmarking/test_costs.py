@@ -7,6 +7,7 @@ import timm
 import torch
 from timm.layers import SwiGLU
 from timm.models.vision_transformer import ParallelScalingBlock
+from timm.utils import reparameterize_model
 
 from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total, training_flops
 from tokenformer_vit.benchmarking.measures import counted_flops
@@ -103,6 +104,15 @@ def test_an_image_model(case):
     own = sum(p.numel() for p in model.parameters(recurse=False))
     patches = sum(p.numel() for p in model.patch_embed.parameters())
     assert check(model)["embedding"].parameters == own + patches
+
+
+def test_linear_tokens_cost_what_they_do_as_linear_layers():
+    theta = {"qkv": "linear", "proj": "linear", "ffn": "gelu"}
+    how: Any = {"theta": theta, "pattention_args": {"bias": True}, "num_proj_param_tokens": 5}
+    model = vision("tokenformer_tiny", **how)
+    fused = check(reparameterize_model(model))
+    flops = {part: cost.forward_flops for part, cost in model_costs(model).items()}
+    assert flops == {part: cost.forward_flops for part, cost in fused.items()}
 
 
 @pytest.mark.parametrize(("case", "num_tokens"), [("rotary", 9), ("learned", None), ("untied", 9)])

@@ -75,8 +75,10 @@ def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Co
 
     Sizes are read from the parameters, also after growth; they may be on the device ``meta``.
     Every parameter is counted once: an embedding that is also the head counts as embedding, and its
-    product as head. Of pairs that a layer does not use, only the parameters count. A language model
-    predicts after every token, and every token attends to all others, as in the paper.
+    product as head. Of pairs that a layer does not use, only the parameters count. Linear tokens
+    count as one product where that is cheaper, without the making of its weight once a step. A
+    language model predicts after every token, and every token attends to all others, as in the
+    paper.
 
     Args:
         model: ``TokenFormerViT``, timm ``VisionTransformer`` with ordinary blocks,
@@ -108,9 +110,12 @@ def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Co
         costs[part] += Cost(count, 2 * count * rows.get(part, 0) if is_matrix else 0)
     for name, module in model.named_modules():
         if isinstance(module, Pattention):
-            idle = module.num_param_tokens - module.num_used
-            idle *= module.in_features + module.out_features
-            costs[_part(f"{name}.")] += Cost(0, -2 * idle * tokens)
+            width = module.in_features + module.out_features
+            used = module.num_used * width
+            if module.theta == "linear":
+                used = min(used, module.in_features * module.out_features)
+            unused = module.num_param_tokens * width - used
+            costs[_part(f"{name}.")] += Cost(0, -2 * unused * tokens)
     # Scores and weighted sums.
     costs["token_token"] += Cost(0, 4 * width * tokens**2)
     costs["head"] += Cost(0, 2 * shared * rows["head"])
