@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers import Pattention
+from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
 from tokenformer_vit.layers.arguments import COUNTS, Counts
 from tokenformer_vit.layers.pattention import PER_PAIR
 from tokenformer_vit.models.sizes import find_layers, kind_of
@@ -66,13 +66,19 @@ def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
 
 
 def unwrapped_layers(model: nn.Module) -> dict[str, Pattention]:
-    """Find the Pattention layers of a model that no wrapper of PyTorch's watches."""
+    """Find the Pattention layers of a model that is neither fused nor wrapped by PyTorch."""
     # By name: torch.distributed may be missing, and FSDP2 makes a class of its own.
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     if found := kinds & {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}:
         raise InputError(
             f"the model is wrapped by {found.pop()}, which would not notice other pairs: change "
             "the model before it is wrapped"
+        )
+    ours = (m for m in model.modules() if isinstance(m, Attention | TokenFormerBlock))
+    if any(isinstance(part, nn.Linear) for module in ours for part in module.children()):
+        raise InputError(
+            "the model is fused, and linear layers have no pairs: change it before "
+            "reparameterize_model()"
         )
     if torch.is_inference_mode_enabled():
         raise InputError("inference mode is on, and its tensors cannot be trained: leave it first")
