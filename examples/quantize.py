@@ -30,7 +30,9 @@ class LinearPattention(nn.Module):
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """Return a linear layer with copies of a (C_out, C_in) weight and of a bias."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-    layer.load_state_dict({"weight": weight, **({} if bias is None else {"bias": bias})})
+    state = {"weight": weight} | ({} if bias is None else {"bias": bias})
+    copies = {name: tensor.detach().clone() for name, tensor in state.items()}
+    layer.load_state_dict(copies, assign=True)
     return layer.requires_grad_(False)
 
 
