@@ -23,18 +23,16 @@ def merge(model_a: nn.Module, model_b: nn.Module) -> nn.Module:
     merged, states = copy.deepcopy(model_a), {}
     others = pattention_layers(model_b)
     for name, layer in pattention_layers(merged).items():
-        a, b, order = (
-            read_state(layer),
-            read_state(others[name]),
-            find_theta(layer.theta).norm_order,
-        )
+        a, b = read_state(layer), read_state(others[name])
+        order = find_theta(layer.theta).norm_order
         assert layer.theta == others[name].theta
         tau = (a.tau**order + b.tau**order) ** (1 / order) if order else a.tau
         values = torch.cat((a.values, b.values)) / 2
-        states[name] = LayerState(torch.cat((a.keys, b.keys)), values, None, tau)
+        bias = None if a.score_bias is None else torch.cat((a.score_bias, b.score_bias))
+        states[name] = LayerState(torch.cat((a.keys, b.keys)), values, bias, tau)
     theirs = model_b.state_dict()
     for name, tensor in merged.state_dict().items():
-        if not name.startswith(tuple(f"{layer}." for layer in states)):
+        if name.endswith(".bias") or not name.startswith(tuple(f"{layer}." for layer in states)):
             tensor.copy_((tensor + theirs[name]) / 2)
     write_states(merged, states)
     return merged

@@ -17,9 +17,9 @@ class LinearPattention(nn.Module):
 
     def __init__(self, layer: Pattention) -> None:
         super().__init__()
-        keys, values, self.tau, _ = layer.used_tokens()  # τ stays as it is
+        keys, values, self.tau, score_bias = layer.used_tokens()  # τ stays as it is
         self.weights, self.eps = find_theta(layer.theta).weights, layer.eps
-        self.keys, self.values = linear(keys), linear(values.T)
+        self.keys, self.values = linear(keys, score_bias), linear(values.T, layer.bias)
         quantize_(self, Int8WeightOnlyConfig(set_inductor_config=False))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -27,11 +27,13 @@ class LinearPattention(nn.Module):
         return self.values(self.weights(self.keys(x), self.tau, self.eps).to(x.dtype))
 
 
-def linear(weight: Tensor) -> nn.Linear:
-    """Return a linear layer with a copy of a (C_out, C_in) weight."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
-    return layer
+def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Return a linear layer with copies of a (C_out, C_in) weight and of a bias."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    state = {"weight": weight} | ({} if bias is None else {"bias": bias})
+    copies = {name: tensor.detach().clone() for name, tensor in state.items()}
+    layer.load_state_dict(copies, assign=True)
+    return layer.requires_grad_(False)
 
 
 @torch.no_grad()

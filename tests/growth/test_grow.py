@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.utils import reparameterize_model
 from torch import nn
 
 from tokenformer_vit import growth
@@ -203,6 +204,15 @@ def test_a_wrapped_model_is_refused(wrap):
     for change in CHANGES:
         with pytest.raises(InputError, match=rf"{wrap}.* before it is wrapped"):
             change(wrapped, usage)
+
+
+def test_a_fused_model_is_refused():
+    theta = {"qkv": "linear", "proj": "linear", "ffn": "gelu"}
+    model = build(theta)
+    usage, fused = growth.measure_usage(model, [images()]), reparameterize_model(model)
+    for change in CHANGES:
+        with pytest.raises(InputError, match=r"is fused.* change it before reparameterize_model"):
+            change(fused, usage)
 
 
 def test_a_compiled_model_is_trained_before_and_after_growth():

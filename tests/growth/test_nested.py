@@ -111,3 +111,19 @@ def test_a_nested_model_grows_on_top():
     with pytest.raises(InputError, match=r"size 0\.25 of before .* let these layers alone grow"):
         grow(model, num_ffn_param_tokens=512)
     assert_equal(model.state_dict(), state)
+
+
+def test_feed_forward_layers_alone_have_sizes_beside_linear_tokens():
+    theta = {"qkv": "linear", "proj": "linear", "ffn": "gelu"}
+    model, x = build(theta, pattention_args={"bias": True}), images()
+    for layer in pattention_layers(model).values():
+        torch.nn.init.normal_(layer.bias)
+    nest(model, (0.5,), kinds=["ffn"])
+    before = logits(model, x, 0.5), logits(model, x)
+    grow(model, num_ffn_param_tokens=256)
+    assert model.sizes == (0.25, 0.5, 1.0)
+    assert torch.equal(logits(model, x, 0.25), before[0])
+    assert torch.equal(logits(model, x, 0.5), before[1])
+    small = extract(model, 0.25)
+    assert torch.equal(logits(small, x), before[0])
+    assert [*count_pairs(small).values()] == 2 * [32, 32, 32, 32, 64]

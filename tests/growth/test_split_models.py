@@ -2,12 +2,15 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import timm
 import torch
 from safetensors.torch import load_file
+from timm.layers import set_scriptable
 from timm.models import save_for_hf
+from timm.utils import ModelEmaV3
 
 from tokenformer_vit.growth import grow, join_tokens
 from tokenformer_vit.layers.pattention import TOKENS, join_state_dict
@@ -15,6 +18,10 @@ from tokenformer_vit.models.checkpoints import load_model, save_model
 
 from .conftest import SHAPE, assert_equal, build, images, step
 
+LINEAR = {
+    "theta": {"qkv": "linear", "proj": "linear", "ffn": "gelu"},
+    "pattention_args": {"bias": True},
+}
 LARGER = {"num_qkv_param_tokens": 48, "num_ffn_param_tokens": 160}
 
 
@@ -24,6 +31,8 @@ def twins(**kwargs):
         grow(build(**kwargs), **LARGER, init="random", split=True),
         build(**LARGER, **kwargs),
     )
+    for parameter in split.parameters():  # biases start at 0
+        parameter.data += 0.1 if parameter.ndim == 1 else 0
     plain.load_state_dict(split.state_dict())
     return split, plain
 
@@ -33,19 +42,33 @@ def reload(model):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, reload, lambda model: model.double().float()])
-def test_it_is_copied_and_loads_what_an_ordinary_model_loads(duplicate):
-    model, plain = twins(pattention_args={"learn_tau": True})
+@pytest.mark.parametrize("how", [{"pattention_args": {"learn_tau": True}}, LINEAR])
+def test_it_is_copied_and_loads_what_an_ordinary_model_loads(duplicate, how):
+    model, plain = twins(**how)
     model, x = duplicate(model), images()
     assert torch.equal(model(x), plain(x))
     assert_equal(join_state_dict(model.state_dict()), plain.state_dict())
-    other = build(**LARGER, pattention_args={"learn_tau": True})
+    other = build(**LARGER, **how)
     model.load_state_dict(other.state_dict())
     assert torch.equal(model(x), other(x))
 
 
-@pytest.mark.parametrize("theta", ["gelu_l2", "softmax"])
-def test_timm_saves_what_it_loads(theta, tmp_path):
-    (model, plain), x = twins(theta=theta), images()
+@pytest.mark.parametrize("how", [{}, LINEAR])
+def test_the_average_of_a_split_model_is_that_of_an_ordinary_one(how):
+    model, plain = twins(**how)
+    averages = [ModelEmaV3(each, decay=0.9, foreach=True) for each in (model, plain)]
+    for parameter in model.parameters():
+        parameter.detach().add_(torch.randn_like(parameter))
+    plain.load_state_dict(model.state_dict())
+    for average, each in zip(averages, (model, plain), strict=True):
+        average.update(each)
+    after = [join_state_dict(average.module.state_dict()) for average in averages]
+    assert_equal(*after)
+
+
+@pytest.mark.parametrize("how", [{}, {"theta": "softmax"}, LINEAR])
+def test_timm_saves_what_it_loads(how, tmp_path):
+    (model, plain), x = twins(**how), images()
     save_for_hf(model, tmp_path, safe_serialization=True)
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     assert torch.equal(again(x), plain(x))
@@ -53,7 +76,7 @@ def test_timm_saves_what_it_loads(theta, tmp_path):
     assert not any("new_" in name for name in load_file(tmp_path / "export/model.safetensors"))
     assert torch.equal(load_model(None, tmp_path / "export")(x), plain(x))
     torch.save({"state_dict": model.state_dict()}, tmp_path / "run.pth")
-    loaded = load_model("tokenformer_tiny", tmp_path / "run.pth", **SHAPE, **LARGER, theta=theta)
+    loaded = load_model("tokenformer_tiny", tmp_path / "run.pth", **SHAPE, **LARGER, **how)
     assert torch.equal(loaded.eval()(x), plain(x))
 
 
@@ -81,10 +104,22 @@ def test_joining_keeps_what_is_computed_and_the_state_of_the_optimizer(all_param
     step(model, optimizer)
 
 
+@torch.no_grad()
+def test_a_script_and_compiled_blocks_compute_the_same():
+    with set_scriptable(True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (model, plain), x = twins(**LINEAR), images()
+        torch.testing.assert_close(torch.jit.script(model)(x), plain(x))
+    compiled = torch.compile(model.blocks[0], backend="aot_eager", fullgraph=True, dynamic=True)
+    for z in (torch.randn(count, 17, 32) for count in (1, 2, 50)):
+        torch.testing.assert_close(compiled(z), plain.blocks[0](z))
+
+
 @pytest.mark.usefixtures("process_group")
-def test_a_sharded_model_computes_the_same():
+@pytest.mark.parametrize("how", [{}, LINEAR])
+def test_a_sharded_model_computes_the_same(how):
     fsdp = pytest.importorskip("torch.distributed.fsdp")
-    (split, plain), x = twins(), images()
+    (split, plain), x = twins(**how), images()
     fsdp.fully_shard(split)
     torch.testing.assert_close(split(x), plain(x))
     split(x).square().sum().backward()

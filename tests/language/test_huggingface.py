@@ -43,6 +43,11 @@ KINDS = {
     "learned": {"positions": "learned"},
     "untied": {"rotary_share": 0.5, "tie_embeddings": False},
     "softmax": {"rotary_share": 0.5, "theta": "softmax", "pattention_args": {"learn_tau": True}},
+    "linear": {
+        "theta": {"qkv": "linear", "proj": "linear", "ffn": "gelu"},
+        "norm": "rms+weight",
+        "pattention_args": {"bias": True},
+    },
 }
 SEARCHES = {
     "greedy": {"do_sample": False},
@@ -130,19 +135,25 @@ def test_tau_stays_float32(dtype, tmp_path):
     assert reload(low, tmp_path / "low").dtype == dtype
 
 
-def test_what_a_checkpoint_lacks_is_drawn_and_the_rest_is_not(tmp_path):
-    model, absent = build(nested=(0.5,)), "model.blocks.1.mlp.key_param_tokens"
+@pytest.mark.parametrize("kind", [{"nested": (0.5,)}, KINDS["linear"]])
+def test_what_a_checkpoint_lacks_is_drawn_and_the_rest_is_not(kind, tmp_path):
+    model, absent = build(**kind), "model.blocks.1.mlp.key_param_tokens"
+    norm = "model.blocks.1.norm1.weight"
     for layer in find_layers(model).values():
         layer.tau.mul_(1.7)
+    for parameter in model.parameters():
+        parameter.data += 0.1
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors[absent]
+    lacking = {absent} | {name for name in (norm,) if tensors.pop(name, None) is not None}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     loaded, found = load(tmp_path)
-    assert set(found["missing_keys"]) == {absent}
+    assert set(found["missing_keys"]) == lacking
     own = loaded.state_dict()
     torch.testing.assert_close({name: own[name] for name in tensors}, tensors, rtol=0, atol=0)
     assert own[absent].std().item() == pytest.approx(32**-0.5, rel=0.1)
+    assert (own.get(norm, torch.ones(())) == 1).all()
     with pytest.raises(InputError, match=rf"{absent} is missing"):
         load_language_model(tmp_path)
 

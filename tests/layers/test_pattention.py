@@ -188,5 +188,18 @@ def test_second_moment_is_that_of_normal_scores(theta):
         "gelu_l2_post": mean(activation**2) / mean(activation**2),
         "gelu": mean(activation**2),
         "gelu_tanh": mean(torch.nn.functional.gelu(scores, approximate="tanh") ** 2),
+        "linear": mean(scores**2),
     }
     assert THETAS[theta].second_moment == pytest.approx(expected[theta].item(), rel=2e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("tokens", "limit"), [(200, 1.5), (400, 1.05)])  # two products, and one
+def test_autocast_is_nearly_as_exact_as_a_linear_layer(tokens, limit):
+    linear, x = torch.nn.Linear(256, 256), torch.randn(tokens, 256)
+    layer = Pattention.from_linear(linear)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, theirs = layer(x), linear(x)
+    exact = linear.double()(x.double())
+    assert found.dtype == theirs.dtype == torch.bfloat16
+    assert (found - exact).norm() <= limit * (theirs - exact).norm()

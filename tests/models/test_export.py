@@ -32,6 +32,20 @@ def test_torchscript(small, images, theta):
     torch.testing.assert_close(script(model)(x), model(x))
 
 
+LINEAR = {
+    "theta": {"qkv": "linear", "proj": "linear", "ffn": "gelu"},
+    "norm": "rms+weight",
+    "pattention_args": {"bias": True},
+}
+
+
+def disturbed(model):
+    """Move all norms and biases from where they start."""
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter) if parameter.ndim == 1 else 0
+    return model
+
+
 ANY_BATCH = ({0: torch.export.Dim("batch")},)
 
 
@@ -42,11 +56,11 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("how", [{}, {"stem": "conv", "patch_size": 8}, *SLOW])
+@pytest.mark.parametrize("how", [{}, {"stem": "conv", "patch_size": 8, **LINEAR}, *SLOW])
 def test_onnx_of_one_image_takes_any_number(small, images, how, tmp_path):
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
     runtime = pytest.importorskip("onnxruntime", reason="nothing else runs an ONNX file")
-    model, file = small(depth=1, **how), tmp_path / "model.onnx"
+    model, file = disturbed(small(depth=1, **how)), tmp_path / "model.onnx"
     torch.onnx.export(model, (images(batch=1),), file, dynamic_shapes=ANY_BATCH, verbose=False)
     session = runtime.InferenceSession(file)
     for batch in (1, 5):
@@ -58,10 +72,12 @@ def test_onnx_of_one_image_takes_any_number(small, images, how, tmp_path):
 NESTED = {"nested": (0.25, 0.5)}
 
 
-@pytest.mark.parametrize("how", [{}, {"dynamic_img_size": True}, {"stem": "conv"}, NESTED])
+@pytest.mark.parametrize(
+    "how", [{}, {"dynamic_img_size": True}, {"stem": "conv", **LINEAR}, NESTED]
+)
 def test_other_parts_are_exported(small, images, parts, how, tmp_path):
     how = {**parts, **how}
-    model, x = small(depth=1, **how), images()
+    model, x = disturbed(small(depth=1, **how)), images()
     with set_scriptable(True):
         scriptable = small(depth=1, **how)
     scriptable.load_state_dict(model.state_dict())

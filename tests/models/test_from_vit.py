@@ -218,6 +218,9 @@ def test_a_saved_model_is_the_same(name, tmp_path):
     again = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     for each in (again, load_model(None, tmp_path / "out/model.safetensors")):
         assert torch.equal(each(x), model(x))
+    with pytest.raises(InputError, match="fused"):  # nothing could load it
+        save_model(reparameterize_model(model), tmp_path / "fused")
+    assert not (tmp_path / "fused").exists()
 
 
 @torch.no_grad()

@@ -59,8 +59,15 @@ def test_train_save_resume(small, images, tmp_path, opt):
     assert torch.equal(averaged(x), ema.module.eval()(x))
 
 
+LINEAR = {
+    "theta": {"qkv": "linear", "proj": "linear", "ffn": "gelu"},
+    "norm": "rms+weight",
+    "pattention_args": {"bias": True},
+}
+
+
 @pytest.mark.parametrize("layer_decay", [None, 0.5])
-@pytest.mark.parametrize("changes", [{}, {"norm": "weight+bias", "pos_embed": "none"}])
+@pytest.mark.parametrize("changes", [{}, {"norm": "weight+bias", "pos_embed": "none"}, LINEAR])
 def test_weight_decay_is_for_matrices(small, layer_decay, changes, parts):
     model = small(**{**parts, **changes})
     optimizer = create_optimizer_v2(model, "adamw", weight_decay=0.3, layer_decay=layer_decay)

@@ -55,8 +55,9 @@ def test_the_description_is_what_the_layers_say_now(small, images, tmp_path):
     save_for_hf(model, tmp_path, safe_serialization=True)
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     assert torch.equal(again(x), model(x))
-    model.blocks[0].mlp.eps = 0.125  # not of all: no argument builds this model
-    assert model.computation()["eps"] == [*[0.5] * 4, 0.125, *[0.5] * 5]
+    model.blocks[0].mlp.eps = model.blocks[0].attn.key.eps = 0.125  # no argument builds this model
+    of_kinds = {"qkv": [[0.5, 0.125, 0.5], 0.5], "proj": 0.5, "ffn": [0.125, 0.5]}
+    assert model.computation()["eps"] == of_kinds
 
 
 @pytest.mark.parametrize(

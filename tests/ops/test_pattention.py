@@ -99,6 +99,22 @@ def test_first_and_second_derivatives(theta, eps, learned):
     assert gradgradcheck(op, inputs, check_batched_grad=True, check_fwd_over_rev=True)
 
 
+@pytest.mark.parametrize(
+    ("theta", "pairs"), [("gelu", 5), ("gelu_tanh", 5), ("linear", 5), ("linear", 1)]
+)
+def test_derivatives_with_biases(theta, pairs):
+    shapes = ((2, 3, 4), (pairs, 4), (pairs, 3), (3,), (pairs,))
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+    def op(x, keys, values, bias, *score_bias):
+        score_bias = score_bias[0] if score_bias else None
+        return pattention(x, keys, values, theta, torch.ones(()), 0.0, score_bias, bias)
+
+    inputs = inputs[: 4 if theta == "linear" else 5]
+    assert gradcheck(op, inputs, check_batched_grad=True, check_forward_ad=True)
+    assert gradgradcheck(op, inputs, check_batched_grad=True, check_fwd_over_rev=True)
+
+
 @pytest.mark.parametrize("eps", [0.0, 1e-6, 0.3])
 def test_third_derivatives(eps):
     def slopes(*inputs):

@@ -7,7 +7,9 @@ from tokenformer_vit.ops.theta import norm_shares, theta_weights
 
 
 def released(scores, theta, tau):
-    """Weights by the authors' code, in the precision of the scores; GELU alone is ours."""
+    """Weights by the authors' code, in their precision; those without a norm are ours."""
+    if theta == "linear":
+        return scores
     if theta == "softmax":
         return F.softmax(scores, dim=-1) * tau
     if theta == "gelu_l2":
@@ -19,7 +21,7 @@ def released(scores, theta, tau):
 
 
 def test_released_default_of_tau():
-    expected = {"softmax": 576, "gelu_l1": 576, "gelu": 1, "gelu_tanh": 1}
+    expected = {"softmax": 576, "gelu_l1": 576, "gelu": 1, "gelu_tanh": 1, "linear": 1}
     assert all(default_tau(theta, 576) == expected.get(theta, 24) for theta in THETAS)  # √576
 
 

@@ -80,6 +80,22 @@ def test_steps_are_those_of_the_stock_constructors_to_the_last_bit(config, ours,
 
 
 @pytest.mark.parametrize(("ours", "stock", "options"), CONSTRUCTORS)
+def test_biases_do_not_decay_and_have_the_rate_of_their_block(own, ours, stock, options):
+    theta = {"_delete_": True, "qkv": "linear", "proj": "linear", "ffn": "gelu"}
+    how = {"theta": theta, "norm": "rms+weight", "pattention_args": {"bias": True}}
+    wrapper = {**options.get("paramwise_cfg", {}), "flat_decay_mult": 0.0}
+    settings = names_by_setting(
+        *make(own(f"model = dict(backbone=dict({how}))"), ours, paramwise_cfg=wrapper)
+    )
+    for name, (rate, decay) in settings.items():
+        tokens = name.rpartition(".")[0] + ".key_param_tokens"
+        if name.endswith("bias") and tokens in settings:
+            assert decay == 0 < settings[tokens][1]
+            assert rate == settings[tokens][0]
+    assert sum(name.endswith("score_bias") for name in settings) > 0
+
+
+@pytest.mark.parametrize(("ours", "stock", "options"), CONSTRUCTORS)
 def test_muon_changes_no_rate_and_no_decay(config, ours, stock, options):
     muon = make(config, ours, optimizer={"type": "timm.optim.Muon"}, **options)
     assert names_by_setting(*muon) == names_by_setting(*make(config, stock, **options))

@@ -18,7 +18,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import COUNTS, Counts
 from tokenformer_vit.layers.pattention import PER_PAIR
-from tokenformer_vit.models.sizes import find_layers, kind_of
+from tokenformer_vit.models.sizes import check_not_fused, find_layers, kind_of
 
 Model = TypeVar("Model", bound=nn.Module)
 MOMENTS = ("keep", "reset")
@@ -66,7 +66,7 @@ def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
 
 
 def unwrapped_layers(model: nn.Module) -> dict[str, Pattention]:
-    """Find the Pattention layers of a model that no wrapper of PyTorch's watches."""
+    """Find the Pattention layers of a model that is neither fused nor wrapped by PyTorch."""
     # By name: torch.distributed may be missing, and FSDP2 makes a class of its own.
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     if found := kinds & {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}:
@@ -74,6 +74,7 @@ def unwrapped_layers(model: nn.Module) -> dict[str, Pattention]:
             f"the model is wrapped by {found.pop()}, which would not notice other pairs: change "
             "the model before it is wrapped"
         )
+    check_not_fused(model)
     if torch.is_inference_mode_enabled():
         raise InputError("inference mode is on, and its tensors cannot be trained: leave it first")
     return pattention_layers(model)

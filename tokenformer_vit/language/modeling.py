@@ -162,7 +162,7 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
             module.reset_parameters()
             if loaded is not None:  # no function of torch.nn.init fills it
                 tau.copy_(loaded)
-        elif isinstance(module, nn.LayerNorm):
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             module.reset_parameters()
         elif isinstance(module, nn.Embedding | nn.Linear):
             nn.init.normal_(module.weight, std=EMBEDDING_STD)

@@ -140,12 +140,16 @@ def layer_arguments(blocks: Any, pattention_args: Mapping[str, Any] | None) -> d
     One value, a list by block where blocks differ, or a dict by kind where kinds differ. A fused
     layer has no number of pairs: None, the default.
     """
-    layers = [(block.attn.query, block.attn.proj, block.mlp) for block in blocks]
+    layers = {
+        "qkv": [(block.attn.query, block.attn.key, block.attn.value) for block in blocks],
+        "proj": [(block.attn.proj,) for block in blocks],
+        "ffn": [(block.mlp,) for block in blocks],
+    }
 
     def by_kind(read: Callable[[Any], Any]) -> dict[str, Any]:
         return {
-            kind: common(map(read, each))
-            for kind, each in zip(COUNTS, zip(*layers, strict=True), strict=True)
+            kind: common(common(map(read, of_block)) for of_block in of_blocks)
+            for kind, of_blocks in layers.items()
         }
 
     def one(found: dict[str, Any]) -> Any:

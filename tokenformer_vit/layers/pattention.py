@@ -163,7 +163,7 @@ class Pattention(nn.Module):
             for part in self.parts(name):
                 nn.init.normal_(part, std=std)
         if self.bias is not None:
-            self.bias.zero_()
+            nn.init.zeros_(self.bias)  # transformers protects loaded tensors from torch.nn.init
         self.tau.copy_(self._taus(self.init_tau))
 
     @property

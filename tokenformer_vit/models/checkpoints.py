@@ -28,6 +28,8 @@ from tokenformer_vit.layers.arguments import EPS
 from tokenformer_vit.layers.pattention import join_state_dict
 from tokenformer_vit.mmpretrain_names import classifier_state_dict, timm_state_dict
 
+from .sizes import check_not_fused
+
 # Files of an exported folder. A training checkpoint has the content of CONFIG under DESCRIPTION.
 WEIGHTS, CONFIG, CARD, DESCRIPTION = "model.safetensors", "config.json", "README.md", "timm_config"
 # Averaged weights first: timm's keys, then mmengine's, whose `state_dict` is the averaged model.
@@ -231,6 +233,7 @@ def save_model(
     Class names and preprocessing, in timm's words, are by default those of the model. ``facts`` are
     sections of the card, such as ``{"Training": {"Epochs": 3}}``. An edited card stays.
     """
+    check_not_fused(model)
     description = describe_model(model, model.num_classes, label_names, data_config)
     card = folder / CARD
     with new_folder(folder) as partial:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers import Pattention
+from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
 
 
 def kind_of(name: str, layer: Pattention) -> str:
@@ -19,6 +19,16 @@ def kind_of(name: str, layer: Pattention) -> str:
 def find_layers(model: nn.Module) -> dict[str, Pattention]:
     """Return the Pattention layers of a model by name, in its order."""
     return {name: each for name, each in model.named_modules() if isinstance(each, Pattention)}
+
+
+def check_not_fused(model: nn.Module) -> None:
+    """Refuse a model with linear layers in place of linear tokens, which no argument describes."""
+    ours = (m for m in model.modules() if isinstance(m, Attention | TokenFormerBlock))
+    if any(isinstance(part, nn.Linear) for module in ours for part in module.children()):
+        raise InputError(
+            "the model is fused, and linear layers have no pairs: change or save it before "
+            "reparameterize_model(), or save models.to_vit(model)"
+        )
 
 
 def set_size(model: nn.Module, size: float | None) -> None:
