@@ -62,7 +62,8 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     except (SafetensorError, BadZipFile, UnpicklingError, EOFError) as error:
         # Not PyTorch's message, which advises to run the code in the file.
         raise InputError(
-            f"{path} is damaged, or loading it could run code: copy it, or save only the state dict"
+            f"{path} is damaged, or holds more than tensors and plain values, and loading it could "
+            "run code: copy it again, or save only the state dict"
         ) from error
 
 
