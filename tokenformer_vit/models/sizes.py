@@ -42,6 +42,7 @@ def set_size(model: nn.Module, size: float | None) -> None:
         size: Share of the pairs of a layer, above 0 and at most 1; ``None`` for all pairs. It need
             not be one of ``sizes``.
     """
+    check_not_fused(model)  # it keeps the size with which it was fused
     layers = find_layers(model).values()
     if size not in (None, 1) and any(layer.active is not None for layer in layers):
         raise InputError("a mask is in use: set a size outside of use_pairs()")
