@@ -68,7 +68,8 @@ def load(args: argparse.Namespace, split: str) -> Images:
 def pretrained(args: argparse.Namespace, data: Images) -> Any:
     """Return a timm model whose head is a linear probe (ridge regression) of the images."""
     how = {} if args.weights else {"depth": args.depth}
-    vit: Any = load_model(args.vit, args.weights, num_classes=0, img_size=args.image, **how)
+    vit: Any = load_model(args.vit, args.weights, img_size=args.image, **how)
+    vit.reset_classifier(0)
     features, labels = logits_of(vit.to(args.device), data[0]), data[1]
     mean, number = features.mean(dim=0), int(labels.max()) + 1
     rows = features - mean
