@@ -147,25 +147,19 @@ def layer_arguments(blocks: Any, pattention_args: Mapping[str, Any] | None) -> d
     }
 
     def by_kind(read: Callable[[Any], Any]) -> dict[str, Any]:
-        return {
-            kind: common(common(map(read, of_block)) for of_block in of_blocks)
-            for kind, of_blocks in layers.items()
-        }
+        return {k: common(common(map(read, block)) for block in layers[k]) for k in layers}
 
-    def one(found: dict[str, Any]) -> Any:
+    def one(read: Callable[[Any], Any]) -> Any:
+        found = by_kind(read)
         return found["ffn"] if all(each == found["ffn"] for each in found.values()) else found
 
-    shared = dict(pattention_args or {})
-    own = {"eps": one(by_kind(lambda layer: getattr(layer, "eps", EPS)))}
-    own |= {"bias": one(by_kind(lambda layer: layer.bias is not None))}
-    shared |= {
-        name: own[name]
-        for name, usual in (("eps", EPS), ("bias", False))
-        if own[name] != shared.get(name, usual)
-    }
+    now = {"eps": one(lambda layer: getattr(layer, "eps", EPS))}
+    now |= {"bias": one(lambda layer: layer.bias is not None)}
+    given = {"eps": EPS, "bias": False, **(pattention_args or {})}
+    changed = {name: value for name, value in now.items() if value != given[name]}
     counts = by_kind(lambda layer: getattr(layer, "num_param_tokens", None))
     return {
-        "theta": one(by_kind(lambda layer: getattr(layer, "theta", "linear"))),
+        "theta": one(lambda layer: getattr(layer, "theta", "linear")),
         **{COUNTS[kind]: count for kind, count in counts.items()},
-        "pattention_args": shared or None,
+        "pattention_args": {**(pattention_args or {}), **changed} or None,
     }
