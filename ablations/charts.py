@@ -132,18 +132,18 @@ def draw(found: Mapping[str, Sweep]) -> None:
             sweep = found[f"nested/{BASE}{options}"]
             ways(axes, sweep, [name for name in WAYS if name in sweep.variants])
             axes.set(xlabel="share of the pairs", ylim=(least, None))
-    with chart("from_vit", "converted ViTs: top-1 (%)") as (axes,):
-        pairs = pd.read_csv(CURVES.with_name("from_vit.csv")).query("part == 'pairs'")
-        kept, count = pairs["name"].str.split("/", expand=True).astype(int).to_numpy().T
-        pairs["share"] = kept / count
-        for _, own in pairs.groupby(["model", "variant"], sort=False):
-            values = own.groupby("share")["value"]
-            mean: Any = values.mean()
-            width = values.agg(lambda own: Noise(own.std(), len(own) - 1).half_width(len(own)))
-            label = own["variant"].iloc[0]
-            axes.errorbar(mean.index, mean, width, marker="o", capsize=2, label=label)
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="share of the pairs kept in q, k and v")
+    ranks = pd.read_csv(CURVES.with_name("from_vit.csv")).query("part == 'ranks'")
+    kept, count = ranks["name"].str.split("/", expand=True).astype(int).to_numpy().T
+    ranks["share"] = kept / count
+    models = ranks.groupby("model", sort=False)
+    with chart("from_vit", *(f"{name}: top-1 (%)" for name, _ in models)) as panels:
+        for axes, (_, rows) in zip(panels, models, strict=True):
+            for label, own in rows.groupby("variant", sort=False):
+                values = own.groupby("share")["value"]
+                mean: Any = values.mean()
+                width = values.agg(lambda own: Noise(own.std(), len(own) - 1).half_width(len(own)))
+                axes.errorbar(mean.index, mean, width.fillna(0), marker="o", capsize=2, label=label)
+            axes.set(xlabel="share of the rank kept in q, k, v and o")
     with chart("tuning", "a converted ViT, tuned on other images: top-1 (%)") as (axes,):
         runs = found[TUNED].best.groupby("variant").first()
         trained = runs["trainable"].fillna(runs["parameters"])
