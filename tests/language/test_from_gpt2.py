@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("transformers", reason="pip install '.[language]'")
 
+from timm.utils import reparameterize_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from tokenformer_vit.cli import convert
@@ -82,6 +83,8 @@ def test_it_is_saved_and_grows(tmp_path):
     for config in (model.config, model.generation_config):
         assert {name: getattr(config, name) for name in SPECIAL} == SPECIAL
     assert model.generation_config.repetition_penalty == 1.1
+    with pytest.raises(InputError, match="fused"):  # nothing could load it
+        reparameterize_model(model).save_pretrained(tmp_path / "fused")
     grow(model, num_qkv_param_tokens=96, num_proj_param_tokens=160, num_ffn_param_tokens=256)
     assert relative_error(model, gpt2) < 2e-5
 

@@ -103,7 +103,7 @@ def test_errors_in_bfloat16_are_those_of_the_vit(name):
         model = from_vit(vit)
         with torch.autocast("cpu", torch.bfloat16):
             cast = [error(each(x), exact) for each in (model, reparameterize_model(model), vit)]
-        low = from_vit(copy.deepcopy(vit).bfloat16())
+        low = from_vit(copy.deepcopy(vit).bfloat16(), x.bfloat16())
         assert low.blocks[0].mlp.key_param_tokens.dtype == torch.bfloat16
         low = [each(x.bfloat16()) for each in (low, to_vit(low), vit.bfloat16())]
         stored = [error(each, exact) for each in low]
@@ -163,12 +163,28 @@ def test_what_is_done_by_hand_is_refused(change, said):
         from_vit(vit)
 
 
+def test_features_are_compared_too():
+    vit = build(num_classes=10)
+    nn.init.zeros_(vit.head.weight)  # as a new head
+    for block in vit.blocks:
+        block.attn.fused_attn, block.attn.scale = False, 1.0
+    with pytest.raises(InputError, match="differ by"):
+        from_vit(vit)
+
+
 def test_a_tokenformer_is_no_plain_vit_unless_its_tokens_are_linear():
     with pytest.raises(InputError, match="it is a TokenFormerViT"):
         from_vit(from_vit(build()))
     ordinary: Any = timm.create_model("tokenformer_vit", **SHAPE)
-    with pytest.raises(InputError, match="only 'linear' can be"):
+    with pytest.raises(InputError, match="'gelu_l2', not 'linear': give a converted"):
         to_vit(ordinary)
+    rotary: Any = timm.create_model("tokenformer_vit", **SHAPE, use_rot_pos_emb=True)
+    with pytest.raises(InputError, match="rotary positions"):
+        to_vit(rotary)
+    hooked = from_vit(build())
+    hooked.blocks[0].attn.query.register_forward_hook(lambda *args: 3 * args[2])
+    with pytest.raises(InputError, match=r"attn\.query has a forward hook"):
+        to_vit(hooked)
     uneven = growth.extract(from_vit(build()), num_ffn_param_tokens=[100, 100, 50])
     with pytest.raises(InputError, match="cut equally"):
         to_vit(uneven)
@@ -238,6 +254,20 @@ def test_a_vit_that_is_smaller_or_larger_is_saved_as_timms_own(name, tmp_path):
     assert type(again) is type(vit)
     assert torch.equal(again(x), back(x))
     assert error(back(x), model(x)) <= 1e-5
+
+
+@torch.no_grad()
+def test_a_bias_of_the_mlp_alone_comes_back_with_a_bias_of_zero_elsewhere(tmp_path):
+    bias = {"qkv": False, "proj": False, "ffn": True}
+    how: Any = {"theta": {"qkv": "linear", "proj": "linear", "ffn": "gelu"}}
+    model: Any = timm.create_model(
+        "tokenformer_vit", **SHAPE, **how, pattention_args={"bias": bias}
+    )
+    save_model(back := to_vit(model), tmp_path / "out")
+    again = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    x = images()
+    assert torch.equal(again(x), back(x))
+    assert error(back(x), model.eval()(x)) <= 1e-5
 
 
 @torch.no_grad()

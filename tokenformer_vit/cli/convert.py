@@ -94,6 +94,8 @@ def _vision(args: argparse.Namespace, _: Any) -> None:
     facts["Outputs"] = compare_outputs(made, source, *which)
     try:
         checkpoints.save_model(made.cpu(), args.target, facts={"Converted from": facts})
+    except InputError:
+        raise
     except ValueError as error:  # JSON has no classes
         how = "its stem or the eps of its norms has no name: use models.to_vit in Python"
         raise InputError(f"timm cannot save this ViT, because {how}") from error

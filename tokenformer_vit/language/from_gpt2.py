@@ -72,7 +72,8 @@ def from_gpt2(model: GPT2LMHeadModel, texts: Iterable[Tensor] = ()) -> TokenForm
         target.load_state_dict(module.state_dict())
     own.record_param_tokens()
     result.generation_config = copy.deepcopy(model.generation_config)
-    check_equal(result.eval(), source, torch.arange(16, device=head.weight.device)[None])
+    tokens = torch.arange(min(16, config.vocab_size, config.context_length))[None]
+    check_equal(result.eval(), source, tokens.to(head.weight.device))
     return result.to(model.lm_head.weight.dtype)
 
 
@@ -82,8 +83,7 @@ def _obstacles(model: Any) -> Iterator[str]:
     for name, module in model.named_modules():  # adapters and quantised layers are of other types
         if type(module) not in (*_PARTS, type(ACT2FN[model.config.activation_function])):
             yield f"{name} is a {type(module).__name__}"
-        if deed := unseen(module):
-            yield f"{name or 'it'} {deed}"
+    yield from unseen(model)
     for name in _PLAIN:
         if (value := getattr(model.config, name)) != getattr(type(model.config)(), name):
             yield f"{name} is {value!r}"

@@ -24,7 +24,7 @@ from tokenformer_vit.layers.pattention import join_state_dict
 from tokenformer_vit.models import LMConfig, TokenFormerDecoder
 from tokenformer_vit.models.causal_lm import EMBEDDING_STD, CausalAttention, CausalBlock
 from tokenformer_vit.models.checkpoints import check_computation
-from tokenformer_vit.models.sizes import model_sizes, set_size
+from tokenformer_vit.models.sizes import check_not_fused, model_sizes, set_size
 
 # Arguments of from_pretrained that say where the files of a model are.
 _PLACES = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -143,6 +143,7 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Save the model as every model of transformers; after ``add_adapter`` only the adapter."""
         if not self._hf_peft_config_loaded:  # else peft has wrapped the layers
+            check_not_fused(self)
             decoder: Any = self.base_model
             decoder.record_param_tokens()  # another model of the same config may have grown
             if any(".new_" in name for name, _ in self.named_parameters()):

@@ -394,7 +394,7 @@ class Pattention(nn.Module):
     def as_linear(self) -> nn.Linear:
         """Return the linear layer that computes what the linear tokens in use do."""
         if self.theta != "linear":
-            raise InputError(f"theta is {self.theta!r}, but only 'linear' can be a linear layer")
+            raise InputError(f"theta is {self.theta!r}, not 'linear': give a converted model")
         keys, values, *_ = self.used_tokens()
         place: Any = {"device": keys.device, "dtype": keys.dtype}
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, **place)

@@ -32,6 +32,7 @@ class LMConfig:
         rotary_share: Share of the dimensions of each head that are rotated, the first ones.
         rotary_base: Base of the wavelengths.
         tie_embeddings: Whether the embedding is also the head. The head has no bias.
+        norm: Norms in blocks; the final one is a LayerNorm with its parameters.
     """
 
     vocab_size: int = 50_304

@@ -111,6 +111,9 @@ def computation_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
         found[name] = [*(found[name] or ())]
     if "pattention_args" in arguments:
         found["eps"] = (arguments["pattention_args"] or {}).get("eps", EPS)
+    for name, value in found.items():  # a dict by kind may say the same of all kinds
+        if isinstance(value, Mapping) and all(each == value["ffn"] for each in value.values()):
+            found[name] = value["ffn"]
     return found
 
 
@@ -181,8 +184,10 @@ def load_model(
         check_computation(model, trained, checkpoint)
         own = model.state_dict()
         if resample and "pos_embed" in own and "pos_embed" in weights:
-            # Positions alone: timm also resamples patches, to a size that nobody has trained.
-            weights["pos_embed"] = checkpoint_filter_fn(dict(weights), model)["pos_embed"]
+            # Not all tensors: timm would also resample patches, to a size that nobody has trained.
+            names = {"pos_embed", "patch_embed.proj.weight"} & own.keys() & weights.keys()
+            chosen = {name: weights[name] for name in names}
+            weights["pos_embed"] = checkpoint_filter_fn(chosen, model)["pos_embed"]
         if new_norm and "fc_norm.weight" in own and "norm.weight" in weights:
             weights = {name: each for name, each in weights.items() if not name.startswith("norm.")}
             weights |= {name: own[name] for name in own if name.startswith("fc_norm.")}
@@ -212,6 +217,7 @@ def describe_model(
     data_config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the content of ``config.json``, for a head of ``num_classes``; see save_model."""
+    check_not_fused(model)
     with TemporaryDirectory() as folder:  # timm only writes to a file
         file = Path(folder, CONFIG)
         save_config_for_hf(model, str(file), data_config=dict(data_config or {}))
@@ -234,7 +240,6 @@ def save_model(
     Class names and preprocessing, in timm's words, are by default those of the model. ``facts`` are
     sections of the card, such as ``{"Training": {"Epochs": 3}}``. An edited card stays.
     """
-    check_not_fused(model)
     description = describe_model(model, model.num_classes, label_names, data_config)
     card = folder / CARD
     with new_folder(folder) as partial:

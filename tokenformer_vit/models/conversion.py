@@ -1,7 +1,7 @@
 """What conversions of Transformers share: write a block, and compare the outputs of two models."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,11 +16,13 @@ from tokenformer_vit.layers import Pattention
 LIMIT = 1e-4
 
 
-def unseen(module: nn.Module) -> str:
-    """Say what a module does besides its class: a hook, or a forward of its own; "" if nothing."""
-    if module._forward_hooks or module._forward_pre_hooks:
-        return "has a forward hook"
-    return "has a forward of its own" if "forward" in vars(module) else ""
+def unseen(model: nn.Module) -> Iterator[str]:
+    """Say which modules do something besides their class: by a hook, or a forward of their own."""
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:  # there is no public question
+            yield f"{name or 'it'} has a forward hook"
+        if "forward" in vars(module):
+            yield f"{name or 'it'} has a forward of its own"
 
 
 def readable(model: nn.Module) -> Any:
@@ -47,7 +49,8 @@ def write_blocks(
         for layer in (layer for each in parts for layer in each[:2]):
             stack.enter_context(layer.register_forward_pre_hook(add))
         for batch in batches.split(32) if isinstance(batches, Tensor) else batches:
-            source(batch.to(next(source.parameters()).device))
+            like = next(source.parameters())
+            source(batch.to(like) if batch.is_floating_point() else batch.to(like.device))
     blocks = zip(tqdm(parts, "converting", disable=None), targets, strict=True)
     for (qkv, proj, *mlp), target in blocks:
         for number, name in enumerate(("query", "key", "value")):
@@ -80,8 +83,18 @@ def relative_errors(model: Any, source: Any, batches: Iterable[Tensor]) -> tuple
 
 
 def check_equal(model: Any, source: Any, batch: Tensor) -> None:
-    """Refuse a conversion with other outputs than its source, whatever the reason is."""
-    error = relative_errors(model, source, [batch])[0].max().item()
+    """Refuse a conversion with other outputs or features than its source, for any reason."""
+
+    def features(each: Any) -> Callable[[Tensor], Tensor]:  # a new head may hide them
+        if hasattr(each, "forward_features"):
+            return each.forward_features
+        return lambda tokens: each.base_model(tokens).last_hidden_state
+
+    found = [
+        relative_errors(*pair, [batch])[0]
+        for pair in ((model, source), (features(model), features(source)))
+    ]
+    error = torch.cat(found).max().item()
     if not error <= LIMIT:  # nor NaN
         raise InputError(
             f"the outputs on noise differ by {error:.1e}, more than {LIMIT:g}: a module computes "

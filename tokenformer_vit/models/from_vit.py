@@ -68,7 +68,7 @@ def from_vit(vit: VisionTransformer, images: Tensor | Iterable[Tensor] = ()) -> 
         "tokenformer_vit" + "_distilled" * isinstance(vit, VisionTransformerDistilled),
         source,
         norm=norms[norm1.weight is not None],
-        norm_eps=norm1.eps,
+        norm_eps=norm1.eps or torch.finfo(torch.float32).eps,  # PyTorch's for None
         stem="conv" if isinstance(source.patch_embed, ConvStem) else "patch",
         **dict.fromkeys(COUNTS.values(), 1),  # these layers are replaced
     )
@@ -93,6 +93,8 @@ def to_vit(model: TokenFormerViT) -> VisionTransformer:
     Raises:
         InputError: If a layer has no counterpart in a plain ViT.
     """
+    for obstacle in (*unseen(model), *["it has rotary positions"] * (model.rope is not None)):
+        raise InputError(f"no plain ViT computes this: {obstacle}")
     source: Any = readable(model)
     blocks, like = source.blocks, source.blocks[0]
     for name, layer in find_layers(source).items():
@@ -101,8 +103,7 @@ def to_vit(model: TokenFormerViT) -> VisionTransformer:
     (theta, hidden), *others = {(b.mlp.theta, b.mlp.num_used) for b in blocks}
     if others or theta not in ("gelu", "gelu_tanh"):
         raise InputError(
-            "a plain ViT has MLPs with GELU, all equally wide, but the feed-forward layers have Θ "
-            f"{theta} or differ: give a converted ViT, cut equally"
+            f"feed-forward layers have Θ {theta} or differ: give a converted ViT, cut equally"
         )
     width, eps = source.embed_dim, like.norm1.eps
     norm = layers.RmsNorm if isinstance(like.norm1, BlockRMSNorm) else layers.LayerNorm
@@ -125,9 +126,9 @@ def to_vit(model: TokenFormerViT) -> VisionTransformer:
         attn, (keys, values, _, score_bias) = block.attn, block.mlp.used_tokens()
         rows = [(each.weight, each.bias) for each in (attn.query, attn.key, attn.value)]
         weight, qkv_bias = (None if t[0] is None else torch.cat(t) for t in zip(*rows, strict=True))
-        target.attn.proj = attn.proj
         tensors = {
             **{"attn.qkv.weight": weight, "attn.qkv.bias": qkv_bias},
+            **{"attn.proj.weight": attn.proj.weight, "attn.proj.bias": attn.proj.bias},
             **{"mlp.fc1.weight": keys, "mlp.fc1.bias": score_bias},
             **{"mlp.fc2.weight": values.t(), "mlp.fc2.bias": block.mlp.bias},
         }
@@ -140,8 +141,7 @@ def _obstacles(vit: Any) -> Iterator[str]:
     for name, module in vit.named_modules():
         if not re.fullmatch(_PARTS.get(type(module), _ACTIVATION), name):
             yield f"{name or 'it'} is a {type(module).__name__}"
-        if deed := unseen(module):
-            yield f"{name or 'it'} {deed}"
+    yield from unseen(vit)
     attns = {(b.attn.num_heads, b.attn.proj.in_features == vit.embed_dim) for b in vit.blocks}
     facts = {repr((b.norm1, b.attn, b.ls1, b.mlp.act)) for b in vit.blocks}
     norms = {(m.eps, isinstance(m, _RMS)) for m in vit.modules() if isinstance(m, _NORMS)}

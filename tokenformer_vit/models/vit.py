@@ -144,7 +144,9 @@ class TokenFormerViT(VisionTransformer):
             return TokenFormerBlock(**own, pattention_args=shared, residual_init_gain=gain)
 
         shape: Any = {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads}
-        norm_layer: Any = partial(RmsNorm if norm.startswith("rms") else LayerNorm, eps=norm_eps)
+        norm_layer: Any = partial(
+            RmsNorm if norm in ("rms", "rms+weight") else LayerNorm, eps=norm_eps
+        )
         super().__init__(**shape, block_fn=block_fn, norm_layer=norm_layer, **kwargs)  # type: ignore
         self._model_args = {"pattention_args": dict(pattention_args) if pattention_args else None}
         self.rope: RotaryEmbeddingCat | None = None
