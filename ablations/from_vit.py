@@ -58,7 +58,8 @@ def load(args: argparse.Namespace, split: str) -> Images:
     rows = open_images(args.data, split)
     rows.keep(rows.rows.argsort()[: args.limit])
     # The means of a timm model with weights are those of its pretraining.
-    config = timm.get_pretrained_cfg(args.vit).to_dict() if args.vit else CIFAR10
+    found: Any = timm.get_pretrained_cfg(args.vit) if args.vit else None
+    config = found.to_dict() if found else CIFAR10
     pixels = (torch.from_numpy(read_pixels(s["img_path"], s["img_bytes"])) for s in rows)
     sized = [v2.functional.resize(each.permute(2, 0, 1), [args.image] * 2) for each in pixels]
     images = v2.functional.normalize(torch.stack(sized) / 255, config["mean"], config["std"])

@@ -1,4 +1,5 @@
 """A model with separate old and new pairs is saved and copied like any other."""
+# pyright: reportPossiblyUnboundVariable=false
 
 import copy
 import pickle

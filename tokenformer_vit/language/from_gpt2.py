@@ -49,13 +49,14 @@ def from_gpt2(model: GPT2LMHeadModel, texts: Iterable[Tensor] = ()) -> TokenForm
     source = readable(model)
     for name, module in [*source.named_modules()]:
         if isinstance(module, Conv1D):  # a linear layer that stores its weight as (C_in, C_out)
-            linear = nn.Linear(*module.weight.shape).to(module.weight)
+            linear = nn.Linear(len(module.weight), len(module.bias)).to(module.weight)
             linear.load_state_dict({"weight": module.weight.t(), "bias": module.bias})
             source.set_submodule(name, linear)
     decoder, head, blocks = source.transformer, source.lm_head, source.transformer.h
+    pairs: Any = dict.fromkeys(COUNTS.values(), 1)  # of layers that are replaced
     config = TokenFormerConfig(
         **{name: getattr(source.config, name) for name in _SAME},
-        **dict.fromkeys(COUNTS.values(), 1),  # these layers are replaced
+        **pairs,
         positions="learned",
         tie_embeddings=head.weight is decoder.wte.weight,
         norm="weight+bias",

@@ -115,7 +115,7 @@ def from_released(
     )
     result = {own: state_dict[theirs] for theirs, own in names.items()}
     for name in [name for name in result if name.endswith(_KEYS)]:
-        tau = default_tau(config.theta, len(result[name]))
+        tau = default_tau("gelu_l2", len(result[name]))
         result[name.replace(_KEYS, "tau")] = torch.tensor(tau, dtype=torch.float32)
     return config, result
 
