@@ -4,6 +4,7 @@ from .grow import INITS, freeze_old, grow, join_tokens
 from .masks import count_pairs, use_pairs
 from .nested import extract, nest, reorder
 from .prune import Usage, measure_usage, prune
+from .refit import refit
 from .resize import MOMENTS, pattention_layers
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "nest",
     "pattention_layers",
     "prune",
+    "refit",
     "reorder",
     "use_pairs",
 ]
