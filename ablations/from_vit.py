@@ -204,7 +204,7 @@ def size(args: argparse.Namespace, data: Images, test: Images, models: Any, seed
         mode = "training" if training else "inference"
         for name in calls.keys() - {"vit"}:
             ratio = (seconds[name] / seconds["vit"]).median()
-            yield f"{name} / vit", dtype, f"time, {mode}", ratio, args.rounds
+            yield f"{name} / vit", dtype, f"{mode}_time", ratio, args.rounds
 
 
 PARTS = {each.__name__: each for each in (accuracy, ranks, tune, size)}
