@@ -61,5 +61,5 @@ bench language 3 --lm 150m --num-tokens 1024
 step imagenet 4 -m tokenformer_vit train configs/imagenet_base_matched.py --data-root "$kit/imagenet" --amp \
     --compile --work-dir "$kit/runs/imagenet" --cfg-options train_dataloader.dataset.split=val \
     train_cfg.val_interval=300 default_hooks.checkpoint.interval=300
-step from_vit 3 ablations/from_vit.py --data "$kit/cifar10" --patch 4 --width 192 --depth 6 --epochs 60 \
-    --batch-size 512 --seeds 0 --work-dir "$kit/runs/from_vit" --csv "$out/from_vit.csv"
+step from_vit 3 ablations/from_vit.py --data "$kit/cifar10" --vit vit_base_patch16_224 --image 224 --depth 12 \
+    --batch-size 128 --limit 512 --seeds 0 --parts accuracy size --csv "$out/from_vit.csv"
