@@ -220,7 +220,7 @@ def _pairs(model: nn.Module) -> dict[str, int | list[int]]:
 def _share(number: Any, keep: float) -> Any:
     if isinstance(number, list):
         return [_share(each, keep) for each in number]
-    return None if number is None else max(1, round(keep * number))  # None: a fused layer
+    return max(1, round(keep * number))
 
 
 def check_apart(folder: str | Path, data: str | Path) -> None:
