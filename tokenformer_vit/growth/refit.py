@@ -253,6 +253,6 @@ def _choose(fitted: Tensor, inverse: Tensor, num: int, count: int, scale: Tensor
     for _ in range(num - count):
         pair = costs(torch.inf).argmin()
         row, gone[pair] = inverse[pair] / inverse[pair, pair].sqrt(), True
-        fitted = fitted - torch.outer(row, fitted[pair] / inverse[pair, pair].sqrt())
-        inverse = inverse - torch.outer(row, row)
+        fitted.addr_(row, fitted[pair] / inverse[pair, pair].sqrt(), alpha=-1)
+        inverse.addr_(row, row, alpha=-1)
     return costs(-1.0).argsort(descending=True)[:count]
