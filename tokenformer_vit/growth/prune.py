@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,6 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
         sums[layer] += torch.stack([each.sum(dim=0, dtype=torch.float64) for each in both])
         tokens[layer] += len(x)
 
-    device = next(model.parameters()).device
     in_training = [module for module in model.modules() if module.training]
     # Compiled code would leave out the hooks.
     with torch.compiler.set_stance("force_eager"), ExitStack() as stack:
@@ -81,13 +80,9 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
         stack.callback(lambda: [setattr(module, "training", True) for module in in_training])
         model.eval()
         for batch in batches:
-            mask = None
-            if isinstance(batch, Mapping):
-                given = {name: tensor.to(device) for name, tensor in batch.items()}
-                mask = given.get("attention_mask")  # (B, N)
-                model(**given)
-            else:
-                model((batch[0] if isinstance(batch, tuple | list) else batch).to(device))
+            call = model_call(model, batch)
+            mask = call.mask
+            model(*call.args, **call.kwargs)
     usage = {}
     for name, layer in layers.items():
         lengths, (weights, shares) = _lengths(layer), sums[layer]
@@ -99,6 +94,25 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
             )
         usage[name] = Usage(sizes.cpu(), shares.cpu())
     return usage
+
+
+class Call(NamedTuple):
+    """A call of a module, its output, and which of its tokens (B, N) are no padding."""
+
+    module: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    output: Any = None
+    mask: Tensor | None = None
+
+
+def model_call(model: nn.Module, batch: Any) -> Call:
+    """Return the call of a model with a batch, as :func:`measure_usage` takes it."""
+    device = next(model.parameters()).device
+    if isinstance(batch, Mapping):
+        given = {name: tensor.to(device) for name, tensor in batch.items()}
+        return Call(model, (), given, mask=given.get("attention_mask"))
+    return Call(model, ((batch[0] if isinstance(batch, tuple | list) else batch).to(device),), {})
 
 
 def _lengths(layer: Pattention) -> Tensor:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,22 +23,13 @@ from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.ops import find_theta, norm_shares
 from tokenformer_vit.ops.theta import theta_weights
 
+from .prune import Call, model_call
 from .resize import LayerState, Model, counts_by_layer, read_state, unwrapped_layers, write_states
 
 RIDGE = 1e-3  # towards the old values, relative to the mean diagonal of the Gram matrix
 REPEATS = 3  # of the ridge, each towards the result before: it rules only what inputs hardly show
 STEPS = 4  # in which pairs are chosen where the divisor of Θ changes with them
 LEAST_SCALE = 1e-3  # of LayerScale: smaller outputs cannot repair anything
-
-
-class Call(NamedTuple):
-    """A call of a module, its output, and which of its tokens (B, N) are no padding."""
-
-    module: Any
-    args: tuple
-    kwargs: dict[str, Any]
-    output: Any = None
-    mask: Tensor | None = None
 
 
 @torch.no_grad()
@@ -79,7 +70,7 @@ def refit(
     smaller, twins = unwrapped_layers(cut), dict(zip(cut.modules(), whole.modules(), strict=True))
     left = {smaller[name]: name for name in wanted}
     bar = tqdm(total=len(wanted), desc="refit", unit="layer", disable=None)
-    parts, new = _parts(cut, left, [_call(cut, batch) for batch in batches])
+    parts, new = _parts(cut, left, [model_call(cut, batch) for batch in batches])
     old = new
     for part in parts:
         new = [call._replace(module=part) for call in new]
@@ -102,14 +93,6 @@ def refit(
         if layers[name].bias is not None:
             layers[name].bias.copy_(smaller[name].bias)  # type: ignore[union-attr]
     return model
-
-
-def _call(model: nn.Module, batch: Any) -> Call:
-    device = next(model.parameters()).device
-    if isinstance(batch, Mapping):
-        given = {name: tensor.to(device) for name, tensor in batch.items()}
-        return Call(model, (), given, mask=given.get("attention_mask"))
-    return Call(model, ((batch[0] if isinstance(batch, tuple | list) else batch).to(device),), {})
 
 
 def _run(call: Call, watched: Iterable[nn.Module] = ()) -> tuple[Any, list[Call]]:
