@@ -209,7 +209,7 @@ def test_names_of_timm():
     found = Counter[str]()
     for name in (name for module in modules for name in timm.list_models(module=module)):
         width = {} if "mci" in name else {"embed_dim": 48, "num_heads": 3}
-        vit: Any = timm.create_model(name, depth=2, num_classes=5, **width).eval()
+        vit: Any = timm.create_model(name, depth=2, num_classes=50, **width).eval()
         try:
             model = from_vit(vit)
         except InputError as refusal:
