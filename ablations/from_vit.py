@@ -46,7 +46,6 @@ from tokenformer_vit.vision.images import read_pixels
 
 # On one CPU core, three seeds train in about 45 minutes.
 SIZES = {"image": 32, "patch": 8, "width": 96, "depth": 5, "epochs": 40, "batch-size": 128}
-_, AUGMENT = divide([v2.RandomCrop(32, 4), v2.RandomHorizontalFlip(), Cutout(8, 0, prob=1.0)])
 CIFAR10 = {"mean": [0.4913, 0.4821, 0.4465], "std": [0.2452, 0.2428, 0.2606]}
 TUNE_STEPS, ROUNDS, ORDER_IMAGES = 200, 100, 400
 FOUND = ["variant", "dtype", "name", "value", "n"]  # what the parts below yield
@@ -84,12 +83,23 @@ def pretrained(args: argparse.Namespace, data: Images) -> Any:
 
 
 def train(
-    model: Any, args: argparse.Namespace, data: Images, rate: float, seed: int, path: Any = None
+    model: Any,
+    args: argparse.Namespace,
+    data: Images,
+    rate: float,
+    seed: int,
+    path: Any = None,
+    tune_steps: int | None = None,
+    **how: Any,
 ) -> None:
-    """Train from scratch with checkpoints in ``path``, or tune for TUNE_STEPS without one."""
+    """Train with checkpoints in ``path``, or tune for some steps; ``how`` is for the optimizer."""
     images, labels = data
-    epochs, steps = (args.epochs, len(images) // args.batch_size or 1) if path else (1, TUNE_STEPS)
-    how: Any = {"weight_decay": 0.05, "betas": (0.9, 0.99), "fused": True}
+    epochs, steps = args.epochs, len(images) // args.batch_size or 1
+    if tune_steps:
+        epochs, steps = 1, tune_steps
+    crop, hole = v2.RandomCrop(args.image, args.image // 8), Cutout(args.image // 4, 0, prob=1.0)
+    _, augmentations = divide([crop, v2.RandomHorizontalFlip(), hole])
+    how = {"weight_decay": 0.05, "betas": (0.9, 0.99), "fused": True, **how}
     optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=rate, **how)
     start, warmup = 0, epochs // 12 * steps
     how = {"warmup_t": warmup, "warmup_prefix": True, "t_in_epochs": False}
@@ -99,6 +109,7 @@ def train(
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         start = saved["epoch"]
+    torch.compiler.reset()  # it compiles a module's code only eight times
     forward = torch.compile(model.train(), disable=not args.compile)
     for epoch in tqdm(range(start, epochs), "training", epochs, initial=start, unit="epoch"):
         torch.manual_seed(seed + epoch)  # a resumed training draws the same
@@ -106,7 +117,7 @@ def train(
         for step, index in enumerate(order.to(args.device).split(args.batch_size)):
             schedule.step_update(epoch * steps + step)
             batch, target = images[index], labels[index]
-            for augment in AUGMENT:
+            for augment in augmentations:
                 batch = augment(batch)
             with torch.autocast(args.device.type, torch.bfloat16):
                 loss = nn.functional.cross_entropy(forward(batch), target, label_smoothing=0.1)
@@ -163,7 +174,8 @@ def tune(args: argparse.Namespace, data: Images, test: Images, models: Any, seed
         model = copy.deepcopy(original := models[variant])
         for rate, order in product((3e-4, 1e-3), range(3)):
             model.load_state_dict(original.state_dict())
-            train(model, args, data, rate, 1_000_003 * (order + 1) + seed)
+            seed_of_order = 1_000_003 * (order + 1) + seed
+            train(model, args, data, rate, seed_of_order, tune_steps=TUNE_STEPS)
             value = top1(logits_of(model, images), labels)
             yield variant, "bfloat16", f"lr {rate:g} data {order}", value, len(labels)
 
@@ -183,7 +195,7 @@ def size(args: argparse.Namespace, data: Images, test: Images, models: Any, seed
         yield variant, "float32", "flops", cost.forward_flops, 1
     images, labels = (each[: args.batch_size] for each in data)
     for dtype, training in product(("float32", "bfloat16"), (False, True)):
-        torch.compiler.reset()  # it compiles a module's code only eight times
+        torch.compiler.reset()
         calls = {}
         for name, model in models.items():
             if training and name == "fused":

@@ -205,6 +205,15 @@ def _by_argument(pairs: Mapping[tuple[str, int], int]) -> Numbers:
     return numbers
 
 
+def counts_at(model: Any, flops: float, batches: Any = None, like_vit: bool = False) -> Any:
+    """Draft."""
+    whole = total(model_costs(model)).forward_flops
+    tokens = model.patch_embed.num_patches + model.num_prefix_tokens
+    layers = [block.mlp for block in model.blocks]
+    pair = 2 * tokens * sum(layer.in_features + layer.out_features for layer in layers)
+    return {"ffn": int(layers[0].num_param_tokens - (1 - flops) * whole / pair)}
+
+
 def is_nested(model: nn.Module) -> bool:
     """Return whether a model was trained with nested sizes."""
     return len(getattr(model, "sizes", ())) > 1
