@@ -11,7 +11,6 @@ package of PyPI::
 import argparse
 import copy
 from collections.abc import Callable, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +24,39 @@ from torch import Tensor
 from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.cli import run
 from tokenformer_vit.cli.arguments import Parser, device
-from tokenformer_vit.growth import measure_usage, prune, refit
+from tokenformer_vit.growth import measure_usage, prune
 from tokenformer_vit.models import from_vit
 from tokenformer_vit.records import environment
-from tokenformer_vit.vision.compression import counts_at
+from tokenformer_vit.vision.compression import equal_count, flops_of, smaller_models
 
 SIZES = {"image": 98, "epochs": 2, "batch-size": 64}  # an epoch takes two minutes of two cores
-RATES = {"fine-tuning": [1e-4, 3e-4, 1e-3], "tuning": [3e-5, 1e-4, 3e-4]}
+RATES = [1e-4, 3e-4]
+UNTUNED = ["refit equal"]
 FIT_IMAGES, HELD_OUT = 400, 1000
 COLUMNS = ["date", "commit", "torch", "hardware", "model", "seed", "method", "target", "rate"]
 COLUMNS += ["parameters", "flops", "top1", "same_class", "tuned", "n"]
 
 
-def refitted(vit: Any, images: Tensor, target: float) -> Any:
+def refitted(vit: Any, images: Tensor, targets: Sequence[float]) -> dict[float, Any]:
     """Do what ``tokenformer-vit compress`` does."""
-    model, batches = from_vit(vit, images), [images]
-    return refit(model, batches, counts_at(model, target, batches))
+    return smaller_models(from_vit(vit), [images], targets)
 
 
-def by_usage(vit: Any, images: Tensor, target: float) -> Any:
+def refitted_equally(vit: Any, images: Tensor, targets: Sequence[float]) -> dict[float, Any]:
+    """Do what ``compress --to-vit`` does."""
+    return smaller_models(from_vit(vit), [images], targets, like_vit=True)
+
+
+def by_usage(vit: Any, images: Tensor, targets: Sequence[float]) -> dict[float, Any]:
     """Keep the hidden neurons that add most to the outputs, equally many in each block."""
     model = from_vit(vit)
-    return prune(model, measure_usage(model, [images]), counts_at(model, target, like_vit=True))
+    usage, counts = measure_usage(model, [images]), {t: equal_count(model, t) for t in targets}
+    return {t: prune(copy.deepcopy(model), usage, {"ffn": counts[t]}) for t in targets}
 
 
-def by_group_norm(vit: Any, images: Tensor, target: float, inner: bool = False) -> Any:
+def by_group_norm(
+    vit: Any, images: Tensor, targets: Sequence[float], inner: bool = False
+) -> dict[float, Any]:
     """Prune by torch-pruning's group L2 norm: all widths, or hidden neurons and heads' channels."""
     import torch_pruning
 
@@ -69,25 +76,24 @@ def by_group_norm(vit: Any, images: Tensor, target: float, inner: bool = False) 
             attn.scale = attn.head_dim**-0.5
         return model
 
-    low, high, whole = 0.0, 1.0, flops_of(vit)
-    for _ in range(8):
-        ratio = (low + high) / 2
-        low, high = (ratio, high) if flops_of(pruned(ratio)) > target * whole else (low, ratio)
-    return pruned(high)
+    found, whole = {}, flops_of(vit)
+    for target in targets:
+        low, high = 0.0, 1.0
+        for _ in range(8):
+            ratio = (low + high) / 2
+            low, high = (ratio, high) if flops_of(pruned(ratio)) > target * whole else (low, ratio)
+        found[target] = pruned(high)
+    return found
 
 
 METHODS: dict[str, Callable[..., Any]] = {
-    "whole": lambda vit, images, target: vit,
+    "whole": lambda vit, images, targets: {1.0: vit},
     "refit": refitted,
+    "refit equal": refitted_equally,
     "usage": by_usage,
     "torch-pruning": by_group_norm,
     "torch-pruning inner": lambda *args: by_group_norm(*args, inner=True),
 }
-
-
-def flops_of(model: Any) -> int:
-    """Return the forward FLOPs for an image."""
-    return total(model_costs(model)).forward_flops
 
 
 def read_rows(args: argparse.Namespace) -> pd.DataFrame:
@@ -105,8 +111,10 @@ def add_row(args: argparse.Namespace, **found: Any) -> None:
 
 def rates(args: argparse.Namespace, seed: int, method: str) -> list[float]:
     """Return all rates for seed 0, and the one that was best with it for others."""
+    if method in UNTUNED:
+        return [0.0]
     if seed == 0:
-        return RATES["fine-tuning" if method == "fine-tuning" else "tuning"]
+        return RATES
     rows = read_rows(args).query("seed == 0 and method == @method")
     return [float(rows["rate"][rows["tuned"].idxmax()])]
 
@@ -123,33 +131,36 @@ def measure_seed(args: argparse.Namespace, seed: int, data: Any, test: Any) -> N
     steps = len(data[1]) // args.batch_size
     how: dict[str, Any] = {"layer_decay": 0.75}
 
-    def top1(model: Any) -> float:
-        return base.top1(base.logits_of(model, test[0]), test[1])
+    def logits_of(model: Any) -> Tensor:
+        return base.logits_of(model, test[0], "bfloat16")  # in which it is trained
 
-    vit, found = base.pretrained(args, data), {"seed": seed, "n": len(test[1])}
+    vit, about = base.pretrained(args, data), {"seed": seed, "n": len(test[1])}
     start = copy.deepcopy(vit.state_dict())
     for rate in missing(args, seed, "fine-tuning", 1.0):
         vit.load_state_dict(start)
         base.train(vit, args, data, rate, seed, args.work_dir / f"{seed} {rate:g}.pt", **how)
-        add_row(args, **found, method="fine-tuning", target=1.0, rate=rate, tuned=top1(vit))
+        top1 = base.top1(logits_of(vit), test[1])
+        add_row(args, **about, method="fine-tuning", target=1.0, rate=rate, tuned=top1)
     best = rates(args, 1, "fine-tuning")[0]
     saved = torch.load(args.work_dir / f"{seed} {best:g}.pt", weights_only=True)
     vit.load_state_dict(saved["model"])
-    exact = base.logits_of(vit, test[0]).argmax(dim=1)
-    targets = args.targets[-1:] if seed == 0 else args.targets
-    for method, target in [("whole", 1.0), *product(args.methods, targets)]:
-        if not (rates_left := missing(args, seed, method, target)):
-            continue
-        model = METHODS[method](vit, data[0][:FIT_IMAGES], target)
-        logits = base.logits_of(model, test[0])
-        cost = total(model_costs(reparameterize_model(model)))
-        found |= {"method": method, "target": target, "top1": base.top1(logits, test[1])}
-        found |= {"same_class": base.top1(logits, exact), "parameters": cost.parameters}
-        found |= {"flops": cost.forward_flops}
-        for rate in rates_left:
-            tuned = copy.deepcopy(model)
-            base.train(tuned, args, data, rate, 1000 + seed, tune_steps=steps, **how)
-            add_row(args, **found, rate=rate, tuned=top1(tuned))
+    exact = logits_of(vit).argmax(dim=1)
+    for method in ("whole", *args.methods):
+        targets = [1.0] if method == "whole" else args.targets[-1:] if seed == 0 else args.targets
+        left = {t: rates_left for t in targets if (rates_left := missing(args, seed, method, t))}
+        models = METHODS[method](vit, data[0][:FIT_IMAGES], [*left]) if left else {}
+        for target, model in models.items():
+            logits = logits_of(model)
+            cost = total(model_costs(reparameterize_model(model)))
+            about |= {"method": method, "target": target, "top1": base.top1(logits, test[1])}
+            about |= {"same_class": base.top1(logits, exact), "parameters": cost.parameters}
+            about |= {"flops": cost.forward_flops, "tuned": None}
+            for rate in left[target]:
+                tuned = copy.deepcopy(model)
+                if rate:
+                    base.train(tuned, args, data, rate, 1000 + seed, tune_steps=steps, **how)
+                    about["tuned"] = base.top1(logits_of(tuned), test[1])
+                add_row(args, **about, rate=rate)
 
 
 def main(words: Sequence[str]) -> None:

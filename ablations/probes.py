@@ -30,14 +30,21 @@ from timm.models.vision_transformer import init_weights_vit_timm, vit_base_patch
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import join_tokens, measure_usage, nest, pattention_layers, reorder
+from tokenformer_vit.growth import (
+    count_pairs,
+    join_tokens,
+    measure_usage,
+    nest,
+    pattention_layers,
+    prune,
+    reorder,
+)
 from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.models.sizes import find_layers
 from tokenformer_vit.models.vit import ConvStem, draw_prefix_tokens
 from tokenformer_vit.training import export
 from tokenformer_vit.training.distributed import unwrap
 from tokenformer_vit.training.models.backbone import TimmClassificationBackbone
-from tokenformer_vit.vision.compression import candidates, measure_top1
 
 HELD_OUT = 5000  # examples, but at most a tenth of a training set
 
@@ -295,10 +302,19 @@ class CompressionHook(Hook):
         model = export.as_timm_model(classifier).to(prepare.device).eval()
         batches = islice(loader, math.ceil(self._images / loader.batch_size))
         usage = measure_usage(model, (prepare(batch)["inputs"] for batch in batches))
-        made = candidates(model, ("prune", "top-k"), self._keep, usage)
-        entries = measure_top1(made, (_prepared(classifier, b) for b in runner.val_dataloader))[1:]
-        names = {"prune": "pruned", "top-k": "top_k"}
-        found = {f"{names[e['method']]}_at_{e['keep']:g}": round(e["top1"], 3) for e in entries}
+        pairs = count_pairs(model)
+        counts = [{n: max(1, round(keep * pairs[n])) for n in pairs} for keep in self._keep]
+        models = [prune(copy.deepcopy(model), usage, each) for each in counts]
+        images, right = 0, torch.zeros(len(models))
+        for batch in runner.val_dataloader:
+            inputs, labels = _prepared(classifier, batch)
+            with torch.inference_mode():
+                found = [(each(inputs).argmax(dim=1) == labels).sum() for each in models]
+            images, right = images + len(labels), right + torch.stack(found).cpu()
+        found = {
+            f"pruned_at_{keep:g}": round(100 * count / images, 3)
+            for keep, count in zip(self._keep, right.tolist(), strict=True)
+        }
         runner.message_hub.update_info("compression", found)
         nest(reorder(model, usage), self._keep, usage)
         classes, images = loader.dataset.metainfo["classes"], export.preprocessing(runner.cfg)

@@ -11,7 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow, measure_usage, prune, refit
+from tokenformer_vit.growth import grow, measure_usage, prune, refit, removal_costs
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import LMConfig, TokenFormerLM, from_vit, to_vit
 from tokenformer_vit.ops import THETAS
@@ -105,10 +105,7 @@ def test_later_layers_repair_what_earlier_ones_lost():
     model: Any = from_vit(VisionTransformer(**SHAPE, num_classes=10))
     x = [torch.randn(16, 3, 32, 32) for _ in range(3)]
     before = model(x[0])
-    cut = refit(copy.deepcopy(model), x, 12)
-    repaired = (
-        refit(copy.deepcopy(cut), x) if False else refit(copy.deepcopy(model), x, 12, 48, 192)
-    )
+    cut, repaired = (refit(copy.deepcopy(model), x, 12, *more) for more in ((), (48, 192)))
     assert error(repaired(x[0]), before) < 0.97 * error(cut(x[0]), before)
 
 
@@ -126,20 +123,31 @@ def test_padding_of_texts_does_not_count_and_an_interruption_changes_nothing(mon
     for a, b in zip(*(each.state_dict().values() for each in found), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
     state, module = copy.deepcopy(model.state_dict()), importlib.import_module(refit.__module__)
-    fit, calls = module._fit, []
+    solve, calls = module.solve, []
 
     def interrupted(*args):
         calls.append(args)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return fit(*args)
+        return solve(*args)
 
-    monkeypatch.setattr(module, "_fit", interrupted)
+    monkeypatch.setattr(module, "solve", interrupted)
     with pytest.raises(KeyboardInterrupt):
         refit(model, [one], None, None, 40)
     assert all(torch.equal(state[name], each) for name, each in model.state_dict().items())
     with pytest.raises(InputError, match="128 pairs and cannot be cut to 129"):
         refit(model, [one], None, None, 129)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+def test_costs_say_what_a_smaller_layer_loses(bias):
+    model, x = net(bias=bias, pairs=20), tokens(4000)
+    costs, wanted = removal_costs(model, [x])["0"], model[0](x)
+    for count in (15, 10, 5):
+        cut = refit(copy.deepcopy(model), [x], {"0": count})
+        lost = (cut[0](x) - wanted).square().sum(dim=1).mean().item()
+        assert lost == pytest.approx(costs[count:].sum().item(), rel=0.05)
 
 
 @torch.no_grad()

@@ -1,136 +1,144 @@
-"""Budgets cost what they may and lose little; tokens read only their strongest pairs."""
+"""Smaller models cost what they may, lose pairs where least is lost, and are measured fairly."""
 
 import copy
-import json
-import statistics
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from timm.models.vision_transformer import VisionTransformer
+from timm.utils import reparameterize_model
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import measure_usage, pattention_layers, prune
-from tokenformer_vit.models import LMConfig, TokenFormerLM, TokenFormerViT
-from tokenformer_vit.ops import THETAS
+from tokenformer_vit.growth import grow, pattention_layers
+from tokenformer_vit.models import TokenFormerViT, from_vit, to_vit
 from tokenformer_vit.vision.compression import (
-    candidates,
-    check_apart,
     choose_counts,
+    divide_images,
+    equal_count,
+    find_labels,
+    flops_of,
+    measure,
+    output_slopes,
+    smaller_models,
 )
 
-COUNTS = {"num_qkv_param_tokens": 32, "num_proj_param_tokens": 48, "num_ffn_param_tokens": 64}
-COSTS = {"num_qkv_param_tokens": 3, "num_proj_param_tokens": 1, "num_ffn_param_tokens": 1}
-WHOLE = 3 * sum(COSTS[name] * COUNTS[name] for name in COUNTS)
+SHAPE: Any = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2}
 
 
-def build(**changes):
-    shape = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 3, "num_heads": 2}
-    return TokenFormerViT(**{**shape, **COUNTS, **changes}, num_classes=4).eval()
-
-
-def linear(numbers):
-    """A loss by which a pair of the second block is worth most, and one of the first least."""
-    return -sum((1, 10, 3)[i] * n for each in numbers.values() for i, n in enumerate(each))
-
-
-def test_each_share_is_used_up_to_one_pair():
-    shares = (1.0, 0.99, 0.5, 0.3, 0.07)
-    for share, numbers in zip(shares, choose_counts(build(), shares, linear), strict=True):
-        cost = sum(COSTS[name] * sum(each) for name, each in numbers.items())
-        assert 0 <= share * WHOLE - cost < 3
-        assert all(1 <= n <= COUNTS[name] for name, each in numbers.items() for n in each)
-
-
-def test_the_loss_decides_and_kinds_that_are_not_named_stay():
-    asked = []
-
-    def loss(numbers):
-        asked.append(numbers)
-        return linear(numbers)
-
-    half, least = choose_counts(build(), [0.5, 1e-6], loss, kinds=("ffn",))
-    assert half == {"num_ffn_param_tokens": [1, 64, 31]}
-    assert least == {"num_ffn_param_tokens": [1, 1, 1]}  # every layer keeps a pair
-    assert all(each.keys() == half.keys() for each in asked)
-    assert len(asked) < 3 * 16 * 2  # the others are not measured at every step
-
-
-def test_the_numbers_fit_prune_and_a_new_model():
-    (numbers,) = choose_counts(build(), [0.4], linear)
-    model, x = build(), torch.randn(4, 3, 16, 16)
-    smaller = prune(copy.deepcopy(model), measure_usage(model, [x]), **numbers)
-    build(**numbers).load_state_dict(smaller.state_dict())
-    config = LMConfig(vocab_size=9, embed_dim=16, depth=3, num_heads=2, rotary_share=0.5, **COUNTS)
-    assert choose_counts(TokenFormerLM(config), [0.4], linear) == [numbers]
-
-
-@torch.no_grad()
-def test_a_budget_is_chosen_by_the_loss_of_the_pruned_model():
-    model, x = build(), torch.randn(64, 3, 16, 16)
+def build(**changes: Any) -> Any:
+    counts = {f"num_{kind}_param_tokens": 32 for kind in ("qkv", "proj")}
+    counts["num_ffn_param_tokens"] = 128
+    model = TokenFormerViT(**{**SHAPE, **counts, **changes}, num_classes=4)
     torch.nn.init.normal_(model.head.weight)
-    labels = model(x).argmax(dim=-1)
-    usage = measure_usage(model, [x])
-
-    def loss(numbers):
-        smaller = prune(copy.deepcopy(model), usage, **numbers)
-        return torch.nn.functional.cross_entropy(smaller(x), labels).item()
-
-    (numbers,) = choose_counts(model, [0.5], loss, ["ffn"])
-    made = candidates(model, ["prune", "budget"], [0.5], usage, [(x, labels)], ["ffn"])
-    dense, pruned, chosen = made
-    assert [each.method for each in made] == ["dense", "prune", "budget"]
-    torch.testing.assert_close(chosen.scores(x), prune(copy.deepcopy(model), usage, **numbers)(x))
-    assert chosen.flops() <= pruned.flops() < dense.flops()
+    return model.eval()
 
 
-@pytest.mark.parametrize("theta", THETAS)
-@torch.no_grad()
-def test_a_token_reads_its_strongest_pairs(theta):
-    model, x = build(theta=theta), torch.randn(5, 3, 16, 16)
-    whole = model(x)
-    (dense, half) = candidates(model, ["top-k"], [0.5])
-    layer, seen = pattention_layers(model)["blocks.1.mlp"], []
-    with half.reading(), layer.register_forward_hook(lambda _, *both: seen.append(both)):
-        assert not torch.allclose(model(x), whole)
-    (((tokens,), output),) = seen
-    weights = layer.double().weights(tokens.double())
-    limit = weights.abs().topk(32).values[..., -1:]
-    expected = torch.where(weights.abs() >= limit, weights, 0) @ layer.value_param_tokens
-    assert (output - expected).abs().max() < 1e-5 * expected.abs().max()
-    layer.float()
-    assert torch.equal(model(x), whole)
-    assert half.entry()["pairs"] == {"qkv": 16, "proj": 24, "ffn": 32}
-    # Of 5 tokens, 3 blocks and 16 channels: all keys, and half of the values. To multiply linear
-    # tokens out is cheaper.
-    most = 16 if theta == "linear" else 1000
-    saved = sum(min(2 * pairs, most) - 1.5 * pairs for pairs in (32, 32, 32, 48, 64))
-    assert dense.flops() - half.flops() == 2 * 5 * 3 * 16 * saved
+def convert(num_classes: int = 4) -> Any:
+    vit = VisionTransformer(**SHAPE, num_classes=num_classes)
+    torch.nn.init.normal_(vit.head.weight) if num_classes else None
+    return from_vit(vit.eval())
+
+
+def images(count=24):
+    return torch.randn(count, 3, 16, 16)
+
+
+@pytest.mark.parametrize("make", [build, convert])
+def test_each_share_of_the_flops_is_used_up_to_a_step(make):
+    model, shares = make(), (0.9, 0.6, 0.3)
+    found = choose_counts(model, [images()], shares)
+    assert list(found) == list(shares)
+    for share, made in smaller_models(model, [images()], shares).items():
+        part = flops_of(made) / flops_of(model)
+        assert share - 0.05 < part <= share
+        assert flops_of(reparameterize_model(made)) == flops_of(made)
+        for block in made.blocks:
+            attn = block.attn
+            assert attn.query.num_param_tokens == attn.value.num_param_tokens
+            # Linear tokens between a half and all would save nothing.
+            linear = attn.query.theta == "linear"
+            assert not linear or not 16 <= attn.query.num_param_tokens < 32
+    with pytest.raises(InputError, match=r"are the least, not 0\.001"):
+        choose_counts(model, [images()], [0.001])
 
 
 @torch.no_grad()
-def test_compiled_blocks_read_their_strongest_pairs():
-    model, x = build(), torch.randn(2, 3, 16, 16)
-    _, half = candidates(model, ["top-k"], [0.5])
-    expected = half.scores(x)
-    for block in model.blocks:
-        block.compile(backend="eager")
-    model(x)
-    torch.testing.assert_close(half.scores(x), expected)
+def test_pairs_that_add_nothing_go_first():
+    model = build(theta="gelu")
+    twice = grow(copy.deepcopy(model), None, None, [128, 256, 128], init="duplicate")
+    share = flops_of(model) / flops_of(twice)
+    (made,) = smaller_models(twice, [images(200)], [share + 1e-6]).values()
+    x = images()
+    assert {name: each.num_param_tokens for name, each in pattention_layers(made).items()} == {
+        name: each.num_param_tokens for name, each in pattention_layers(model).items()
+    }
+    assert (made(x) - model(x)).norm() < 1e-3 * model(x).norm()
 
 
-@pytest.mark.parametrize("folder", ["val", ".", "val/cat"])
-def test_no_choice_by_the_images_of_the_accuracy(folder, tmp_path):
-    with pytest.raises(InputError, match=r"overlap .* --measure-on"):
-        check_apart(tmp_path / folder, tmp_path)
-    check_apart(tmp_path / "train", tmp_path)
-    check_apart(tmp_path, tmp_path / "other")
+@pytest.mark.parametrize("name", ["blocks.0.attn.value", "blocks.1.attn.proj", "blocks.1.mlp"])
+def test_slopes_predict_how_far_noise_in_a_layer_moves_the_outputs(name):
+    model, x, size = convert(), images(256), 1e-3
+    torch.manual_seed(0)
+    slope = output_slopes(model, [x])[name]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    layer = pattention_layers(model)[name]
+    with torch.no_grad():
+        before = model(x)
+        layer.register_forward_hook(lambda *found: found[2] + size * torch.randn_like(found[2]))
+        moved = (model(x) - before).square().sum(dim=1).mean().item()
+    expected = slope * 17 * 32 * size**2  # of 17 tokens and 32 channels
+    assert 0.6 < moved / expected < 1.6
 
 
-def test_the_gain_that_the_page_names_is_that_of_its_record():
-    folder = Path(__file__).resolve().parents[2] / "tokenformer_vit/growth"
-    record = json.loads((folder / "results/compression_budgets.json").read_text())
-    top1 = {(point["method"], point["keep"]): point["top1"] for point in record["points"]}
-    gain = [a - b for a, b in zip(top1["budget", 0.5], top1["prune", 0.5], strict=True)]
-    interval = 2.776 * statistics.stdev(gain) / 5**0.5  # Student's t, four degrees of freedom
-    page = (folder / "README.md").read_text(encoding="utf-8").replace("\n", " ")
-    assert f"The gain is {statistics.mean(gain):.1f} ± {interval:.1f} points" in page
+@torch.no_grad()
+def test_a_vit_leaves_with_equal_feed_forward_layers():
+    model = convert()
+    (made,) = smaller_models(model, [images()], [0.71], like_vit=True).values()
+    vit = to_vit(made)
+    assert 0.69 < flops_of(vit) / flops_of(model) <= 0.71
+    assert (vit(x := images()) - made(x)).norm() < 1e-5 * made(x).norm()
+    (kept,) = smaller_models(model, [images()], [0.3], of_pairs=True, like_vit=True).values()
+    assert to_vit(kept).blocks[0].mlp.fc1.out_features == 38
+    with pytest.raises(InputError, match=r"no feed-forward pair is left at 0\.2 of"):
+        equal_count(model, 0.2)
+
+
+def test_what_is_measured_is_that_of_each_model():
+    one, other, x = convert(), convert(), images(10)
+    with torch.no_grad():
+        classes = [each(x).argmax(dim=1) for each in (one, other)]
+    labels = classes[1].clone()
+    labels[:3] = (labels[:3] + 1) % 4
+    first, second = measure({"a": one, "b": other}, x.split(4), labels)
+    same = (classes[0] == classes[1]).double().mean().item() * 100
+    assert (first["agreement"], second["agreement"]) == (100, pytest.approx(same))
+    assert second["top1"] == pytest.approx(70)
+    assert min(first["milliseconds"], second["milliseconds"]) > 0
+    bare = [convert(num_classes=0) for _ in range(2)]
+    first, second = measure(dict(zip("ab", bare, strict=True)), [x], None)
+    cosine = torch.nn.functional.cosine_similarity(*(each(x) for each in bare)).mean().item()
+    assert first["agreement"] == pytest.approx(100)
+    assert second["agreement"] == pytest.approx(100 * cosine, abs=1e-3)
+    assert "top1" not in first
+
+
+def test_images_to_fit_to_are_not_those_to_measure_with(tmp_path):
+    for folder in ("flat", "classes/cat", "classes/dog", "both/train/cat", "both/val/cat", "one"):
+        (tmp_path / folder).mkdir(parents=True)
+        for index in range(1 if folder == "one" else 6):
+            Image.new("RGB", (8, 8), (index, 0, 0)).save(tmp_path / folder / f"{index}.png")
+
+    def paths(part: Any) -> list[str]:
+        return [each["img_path"] if isinstance(each, dict) else each for each in part]
+
+    for folder, sizes in (("flat", (3, 3)), ("classes", (6, 6)), ("both", (6, 6))):
+        fitted, measured = divide_images(str(tmp_path / folder), 100)
+        assert (len(fitted), len(measured)) == sizes
+        assert len({*paths(fitted), *paths(measured)}) == sum(sizes)
+        assert divide_images(str(tmp_path / folder), 2)[0][1] == fitted[1]  # the same order
+    assert all("train" in path for path in paths(fitted))
+    with pytest.raises(InputError, match="the model has class 0"):
+        find_labels(convert(), measured)
+    with pytest.raises(InputError, match="has 1 image"):
+        divide_images(str(tmp_path / "one"), 5)

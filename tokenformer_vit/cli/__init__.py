@@ -26,7 +26,7 @@ COMMANDS = {
     "predict": ("predict", "classify images"),
     "export": ("export", "convert a checkpoint for timm, or for mmpretrain"),
     "grow": ("grow", "append parameter tokens to a trained model"),
-    "compress": ("compress", "measure accuracy with fewer parameter tokens"),
+    "compress": ("compress", "make a ViT or TokenFormer smaller, without training"),
     "inspect": ("inspect_tokens", "draw what parameter tokens respond to"),
     "costs": ("costs", "count parameters and FLOPs"),
     "benchmark": ("benchmark", "measure speed and memory"),

@@ -1,30 +1,37 @@
-"""Measure the accuracy of a trained TokenFormer with fewer pairs, without training it further.
+"""Make a pretrained ViT or a TokenFormer smaller, without training it, and measure what is left.
 
-Give an exported folder and the data that the model was trained on::
+MODEL is a timm name with its pretrained weights, hf-hub:USER/NAME, an exported folder, or a
+checkpoint (with --model, if it was not trained here). IMAGES is a folder, or a data set as for
+training; labels are used only to measure::
 
-    tokenformer-vit compress work_dirs/run data/digits --method prune budget --keep 0.75 0.5 0.25
+    tokenformer-vit compress vit_small_patch16_224 photos --flops 0.67 0.5 --save smaller
+    tokenformer-vit compress work_dirs/run data/digits --keep 0.75 0.5
 
-``prune`` removes the least used pairs of every layer, measured on training images. ``budget`` also
-prunes as many weights, but chooses how many pairs each layer keeps by the loss on these images.
-``nested`` keeps the first pairs of a nested model. ``top-k`` keeps all pairs, but every token reads
-only the values of its strongest pairs; the gathers take longer than what they save.
+Pairs go where the outputs change least, and the values of the others are fitted to take over. A
+model with nested sizes keeps its first pairs instead, unless --flops is given. --to-vit leaves
+attention whole and makes a ViT that timm loads without this package.
 
-Accuracy is top-1 on the validation split. "same" is the share of images that get the class which
-the original model gives. FLOPs are counted, not timed. The command writes compression.json and
-compression.png into --out, and with --save every smaller model, as folders that timm loads.
+Of the images, those of train, or a part, are fitted to, and those of val, or the rest, are measured
+with: top-1 if their classes are the model's; the share that gets the same class as from the whole
+model (the cosine of features, if it has no classifier); milliseconds for an image, in turns.
+Parameters, FLOPs and milliseconds are those of the fused model (timm's --reparam).
 """
 
-import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from timm.utils import reparameterize_model
+
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import make_folder
-from tokenformer_vit.growth import measure_usage, pattention_layers
+from tokenformer_vit.growth import extract
+from tokenformer_vit.models import TokenFormerViT, from_vit, to_vit
 from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.records import environment, write_record
 from tokenformer_vit.vision import compression
 from tokenformer_vit.vision.drawing import draw_compression
-from tokenformer_vit.vision.prediction import load_for_images
+from tokenformer_vit.vision.prediction import load_any
 
 from .arguments import Parser, add_model, whole_number
 
@@ -34,52 +41,56 @@ def main(argv: list[str]) -> None:
     parser = Parser(prog="tokenformer-vit compress", description=__doc__)
     add_model(parser)
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="exported folder, file, or model")
-    add("data", metavar="DATA", help="data with a train and a val split, as for training")
-    add("--method", nargs="+", choices=compression.METHODS, help="default: prune, nested; top-k")
-    what = "shares of pairs; default: nested sizes, or 0.75 0.5 0.25"
-    add("--keep", nargs="+", type=float, metavar="SHARE", help=what)
-    kinds = compression.KINDS
-    add("--kinds", nargs="+", choices=kinds, default=kinds, help="of layers; default: all")
-    add("--measure-on", metavar="FOLDER", help="training images; default: those of DATA")
-    add("--measure-images", type=whole_number(1), default=1000, metavar="N", help="default: 1000")
-    add("--seed", type=whole_number(0), default=0, help="seed of the images; default: 0")
-    add("--save", action="store_true", help="also write the smaller models")
-    add("--out", type=Path, metavar="FOLDER", help="default: compression/ beside the checkpoint")
+    add("source", metavar="MODEL", help="timm name, exported folder or checkpoint")
+    add("images", metavar="IMAGES", help="folder of images, or data as for training")
+    sizes = parser.add_mutually_exclusive_group()
+    what = "of the FLOPs of the whole model; default: 0.67 0.5"
+    sizes.add_argument("--flops", nargs="+", type=float, metavar="SHARE", help=what)
+    what = "of the pairs of each layer; default for a nested model: its sizes"
+    sizes.add_argument("--keep", nargs="+", type=float, metavar="SHARE", help=what)
+    add("--to-vit", action="store_true", help="make ViTs, with fewer hidden neurons")
+    what = "images to fit to; default: 400"
+    add("--fit-images", type=whole_number(1), default=400, metavar="N", help=what)
+    what = "folder for the smaller models, the table and the picture"
+    add("--save", type=Path, metavar="OUT", help=what)
     args = parser.parse_args(argv)
-    if wrong := [share for share in args.keep or () if not 0 < share <= 1]:
-        parser.error(f"--keep: {wrong[0]} is not a share above 0 and at most 1")
-    chosen, batches = [], []
-    model: Any = load_for_images(args.model, args.checkpoint, **args.model_kwargs)
-    pattention_layers(model.to(args.device))  # refuses a model without pairs
-    methods = args.method or ["nested" if compression.is_nested(model) else "prune", "top-k"]
-    trained = getattr(model, "sizes", ())
-    tested = compression.open_matching(model, args.data, "val")
-    if {"prune", "budget"} & {*methods}:
-        if args.measure_on:
-            compression.check_apart(args.measure_on, args.data)
-        chosen = compression.open_matching(model, args.measure_on or args.data, "train")
-        number = min(args.measure_images, len(chosen))
-        chosen.keep(random.Random(args.seed).sample(range(len(chosen)), number))
-        batches = [*compression.labelled_batches(model, chosen, args.batch_size, args.device)]
-    beside = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
-    out = args.out or beside / "compression"
-    make_folder(out, "--out")
-    keeps = args.keep or trained[:-1] or (0.75, 0.5, 0.25)
-    usage = measure_usage(model, batches) if batches else None
-    made = compression.candidates(model, methods, keeps, usage, batches, args.kinds)
-    test = compression.labelled_batches(model, tested, args.batch_size, args.device)
-    record = {**environment(args.device.type), "checkpoint": str(args.checkpoint)}
-    record |= {"data": args.data, "images": len(tested), "seed": args.seed}
-    record["measured_on"] = (args.measure_on or args.data) if batches else None
-    record |= {"measured_images": len(chosen), "points": compression.measure_top1(made, test)}
+    shares = [share for share in args.flops or args.keep or () if share != 1]
+    if wrong := [share for share in shares if not 0 < share < 1]:
+        parser.error(f"{wrong[0]} is not a share above 0 and at most 1")
+    out = args.save or Path("compression")
+    make_folder(out, "--save")
+    whole = load_any(args.source, args.model, **args.model_kwargs).to(args.device)
+    model: Any = whole if isinstance(whole, TokenFormerViT) else from_vit(whole)
+    fitted, measured = compression.divide_images(args.images, args.fit_images)
+    read = partial(
+        compression.tensor_batches, whole, batch_size=args.batch_size, device=args.device
+    )
+    if nested := compression.is_nested(model) and not args.flops:
+        sizes = {share: extract(model, share) for share in shares or model.sizes[:-1]}
+    else:
+        sizes = compression.smaller_models(
+            model, [*read(fitted)], shares or [0.67, 0.5], bool(args.keep), args.to_vit
+        )
+    word = "keep" if nested or args.keep else "flops"
+    made = {f"{word}_{share:g}": smaller for share, smaller in sizes.items()}
+    if args.to_vit:
+        made = {name: to_vit(smaller) for name, smaller in made.items()}
+    labels = None
+    try:
+        labels = compression.find_labels(whole, measured)
+    except InputError as error:
+        print(f"Accuracy is not measured: {error}")
+    models = {name: reparameterize_model(each) for name, each in {"whole": whole, **made}.items()}
+    points = compression.measure(models, read(measured), labels)
+    record = {**environment(args.device.type), "model": args.source, "data": args.images}
+    record |= {"fit_images": len(fitted), "images": len(measured), "points": points}
+    for name, smaller in made.items() if args.save else ():
+        save_model(smaller.cpu(), out / name, facts={"Made smaller from": {"Model": args.source}})
     write_record(out / "compression.json", record)
     draw_compression(record, out / "compression.png")
-    for point in record["points"]:
-        print("{method:<7} {keep:>5g} {parameters:>13,} parameters".format(**point), end="")
-        flops = f"{point['flops_per_image'] / 1e9:.4g} GFLOPs"
-        print(f"{flops:>14}, top-1 {point['top1']:.2f} %, same {point['agreement']:.2f} %")
-    for each in made[1:] if args.save else ():
-        if each.method != "top-k":
-            save_model(each.model, out / f"{each.method}_{each.keep:g}")
-    print(f"Done. In {out}: compression.json, compression.png" + ", models" * args.save)
+    print(f"{'':<12}{'parameters':>13}{'GFLOPs':>9}{'ms':>9}{'same, %':>9}{'top-1, %':>9}")
+    for point in points:
+        print("{name:<12}{parameters:>13,}".format(**point), end="")
+        print(f"{point['flops_per_image'] / 1e9:>9.4g}{point['milliseconds']:>9.3g}", end="")
+        print(f"{point['agreement']:>9.2f}{point.get('top1', float('nan')):>9.2f}")
+    print(f"Done. In {out}: compression.json, compression.png" + ", models" * bool(args.save))

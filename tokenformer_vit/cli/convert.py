@@ -28,7 +28,7 @@ from tokenformer_vit.models.conversion import compare_outputs, noise_images
 from tokenformer_vit.records import read_json
 from tokenformer_vit.vision.compression import tensor_batches
 from tokenformer_vit.vision.images import list_images
-from tokenformer_vit.vision.prediction import load_for_images
+from tokenformer_vit.vision.prediction import load_any
 
 from .arguments import Parser, add_model, whole_number
 
@@ -78,11 +78,7 @@ def _kind(args: argparse.Namespace) -> str:
 
 
 def _vision(args: argparse.Namespace, _: Any) -> None:
-    if args.model or args.path.exists():
-        source: Any = load_for_images(args.model, args.path, **args.model_kwargs)
-    else:
-        source = timm.create_model(args.source, pretrained=True, **args.model_kwargs).eval()
-    source.to(args.device)
+    source = load_any(args.source, args.model, **args.model_kwargs).to(args.device)
     if args.to_vit and not issubclass(kind := type(source), TokenFormerViT):
         raise InputError(f"{args.source} is a {kind.__name__}: leave out --to-vit")
     paths = list_images(args.images or ())

@@ -4,7 +4,7 @@ from .grow import INITS, freeze_old, grow, join_tokens
 from .masks import count_pairs, use_pairs
 from .nested import extract, nest, reorder
 from .prune import Usage, measure_usage, prune
-from .refit import refit
+from .refit import refit, removal_costs
 from .resize import MOMENTS, pattention_layers
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "pattention_layers",
     "prune",
     "refit",
+    "removal_costs",
     "reorder",
     "use_pairs",
 ]

@@ -79,22 +79,20 @@ def draw_exemplars(record: dict[str, Any], model: nn.Module, path: Path) -> None
 
 
 def draw_compression(record: Mapping[str, Any], path: Path) -> None:
-    """Draw the accuracy of a record of ``compress`` against pairs and FLOPs, a line per method."""
-    points = record["points"]
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    figure.suptitle("Accuracy against pairs kept or read")
+    """Draw accuracy, or agreement with the whole model, over FLOPs and milliseconds."""
+    points, figure = record["points"], Figure(figsize=(9, 3.8), layout="constrained")
+    key = "top1" if "top1" in points[0] else "agreement"
+    labels = {"top1": "top-1 (%)", "agreement": "agreement with the whole model (%)"}
+    places = {"flops_per_image": "forward FLOPs for an image", "milliseconds": "ms for an image"}
     axes = figure.subplots(1, 2, sharey=True)
-    for axis, key in zip(axes, ("keep", "flops_per_image"), strict=True):
-        for method in dict.fromkeys(point["method"] for point in points[1:]):
-            own = [points[0], *(point for point in points if point["method"] == method)]
-            x, y = ([point[name] for point in own] for name in (key, "top1"))
-            axis.plot(x, y, marker="o", label=method)
-        axis.axhline(points[0]["top1"], color="0.6", linestyle=":")
-    axes[0].set(xlabel="share of pairs kept or read")
-    axes[0].set_ylabel(f"top-1 (%), {record['images']} images")
-    axes[1].set_xlabel("forward FLOPs per image")
-    axes[1].xaxis.set_major_formatter(EngFormatter())
-    axes[1].legend()
+    for axis, (place, label) in zip(axes, places.items(), strict=True):
+        axis.plot([p[place] for p in points], [p[key] for p in points], marker="o")
+        for point in points:
+            axis.annotate(point["name"], (point[place], point[key]), fontsize=8)
+        axis.axhline(points[0][key], color="0.6", linestyle=":")
+        axis.set(xlabel=label, xlim=(0, None))
+    axes[0].set_ylabel(f"{labels[key]}, {record['images']} images")
+    axes[0].xaxis.set_major_formatter(EngFormatter())
     _save(figure, path)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from timm.data import ImageNetInfo, resolve_input_data_config
 from torch import Tensor, nn
@@ -45,6 +46,16 @@ def load_for_images(name: str | None, checkpoint: Path | None, **kwargs: Any) ->
         warning = "%s does not describe its preprocessing: %s's is used"
         logging.getLogger("tokenformer_vit").warning(warning, checkpoint, name)
     return model
+
+
+def load_any(source: str, name: str | None = None, **kwargs: Any) -> Any:
+    """Load a file or folder as :func:`load_for_images`, or a timm name with its weights."""
+    path = Path(source.removeprefix("local-dir:")).expanduser()
+    if name or path.exists():
+        return load_for_images(name, path, **kwargs)
+    if not source.startswith("hf-hub:") and not timm.is_model(source):
+        raise InputError(f"{source} is no file or folder, and no name of timm: correct it")
+    return timm.create_model(source, pretrained=True, **kwargs).eval()
 
 
 def class_names(model: Any) -> list[str]:
