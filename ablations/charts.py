@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 from report import Sweep, by_size
 from results import CURVES, FOLDER, RUN, Noise, difference, noise
 
@@ -144,6 +145,16 @@ def draw(found: Mapping[str, Sweep]) -> None:
                 width = values.agg(lambda own: Noise(own.std(), len(own) - 1).half_width(len(own)))
                 axes.errorbar(mean.index, mean, width.fillna(0), marker="o", capsize=2, label=label)
             axes.set(xlabel="share of the rank kept in q, k, v and o")
+    rows = pd.read_csv(CURVES.with_name("any_size.csv")).query("seed > 0")
+    whole = rows.query("method == 'whole'")
+    with chart("any_size", "without training: top-1 (%)", "after an epoch: top-1 (%)") as panels:
+        for axes, column in zip(panels, ("top1", "tuned"), strict=True):
+            for method in ("refit", "usage", "torch-pruning", "torch-pruning inner"):
+                own = pd.concat([whole, rows.query("method == @method")])
+                means = own.groupby("target")[["flops", column]].mean()
+                axes.plot(means["flops"], means[column], marker="o", label=method)
+            axes.set(xlabel="forward FLOPs for an image", ylim=(0, 100))
+            axes.xaxis.set_major_formatter(EngFormatter())
     with chart("tuning", "a converted ViT, tuned on other images: top-1 (%)") as (axes,):
         runs = found[TUNED].best.groupby("variant").first()
         trained = runs["trainable"].fillna(runs["parameters"])

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -234,6 +235,40 @@ def converted(names: Sequence[str]) -> str:
     return markdown(cells.reset_index(names=""))
 
 
+def smaller(words: Sequence[str]) -> str:
+    """Render the accuracy of smaller ViTs, and what ``refit`` leads by, paired by seed.
+
+    ``words`` are shares of the FLOPs, then methods. Sentences give the verdicts.
+    """
+    rows: Any = pd.read_csv(FOLDER / "any_size.csv").query("seed > 0").set_index("seed")
+    shares = [float(word) for word in words if word[0].isdigit()]
+    methods = [word.replace("_", " ") for word in words[len(shares) :]]
+    found, lines, verdicts = dict(list(rows.groupby(["target", "method"]))), [], {}
+    for share, method in [(1.0, "whole"), *product(shares, methods)]:
+        own, ours = found[share, method], found.get((share, "refit"))
+        line = [f"{share:g}", method, f"{own['parameters'].mean() / 1e6:.1f} M", str(len(own))]
+        for column, stage in (("top1", "Without training"), ("tuned", "After an epoch")):
+            mean, text = own[column].mean(), ""
+            if ours is not None and method != "refit" and not math.isnan(mean):
+                text, verdict = lead(ours[column] - own[column])
+                verdicts.setdefault((stage, verdict), []).append(f"{method} ({share:g})")
+            line += ["" if math.isnan(mean) else f"{mean:.2f}", text]
+        lines.append(line)
+    columns = ["FLOPs", "method", "parameters", "n", "top-1 %", "refit leads by"]
+    columns += ["after an epoch", "refit leads then by"]
+    sentences = [f"{when}, *refit* {verb} {', '.join(m)}." for (when, verb), m in verdicts.items()]
+    return markdown(pd.DataFrame(lines, columns=columns)) + "\n" + "\n".join(sentences) + "\n"
+
+
+def lead(gaps: pd.Series) -> tuple[str, str]:
+    """Format a difference that is paired by seed, and say what it shows."""
+    mean, width = gaps.mean(), Noise(gaps.std(), len(gaps) - 1).half_width(len(gaps))
+    text = f"{mean:+.2f} ± {width:.2f}".replace("-", "−")
+    if abs(mean) > width:
+        return f"**{text}**", "leads" if mean > 0 else "is behind"
+    return text, "was not found to differ from"
+
+
 def fill(text: str, found: Mapping[str, Sweep]) -> str:
     """Render what is between the markers of a page."""
 
@@ -241,14 +276,14 @@ def fill(text: str, found: Mapping[str, Sweep]) -> str:
         begin, kind, words, end = match.groups()
         if kind == "differences":
             return begin + differences(found, words) + end
-        if kind == "converted":
-            return begin + converted(words.split()) + end
+        if kind in ("converted", "smaller"):
+            return begin + {"converted": converted, "smaller": smaller}[kind](words.split()) + end
         key, *names = words.split()
         if kind == "difference":
             return begin + found[key].compared(*names) + end
         return begin + table(found[key], names, brief=True)[0] + end
 
-    marked = r"(<!-- (table|differences?|converted) (.+?)-->\n?).*?(<!-- end -->)"
+    marked = r"(<!-- (table|differences?|converted|smaller) (.+?)-->\n?).*?(<!-- end -->)"
     return re.sub(marked, render, text, flags=re.DOTALL)
 
 

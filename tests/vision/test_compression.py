@@ -124,7 +124,7 @@ def test_what_is_measured_is_that_of_each_model():
 
 
 def test_images_to_fit_to_are_not_those_to_measure_with(tmp_path):
-    for folder in ("flat", "classes/cat", "classes/dog", "both/train/cat", "both/val/cat", "one"):
+    for folder in ("flat", "classes/cat", "classes/dog", "both/train/cat", "both/dev/cat", "one"):
         (tmp_path / folder).mkdir(parents=True)
         for index in range(1 if folder == "one" else 6):
             Image.new("RGB", (8, 8), (index, 0, 0)).save(tmp_path / folder / f"{index}.png")

@@ -61,6 +61,8 @@ def main(argv: list[str]) -> None:
     make_folder(out, "--save")
     whole = load_any(args.source, args.model, **args.model_kwargs).to(args.device)
     model: Any = whole if isinstance(whole, TokenFormerViT) else from_vit(whole)
+    if args.to_vit:
+        to_vit(model)  # refuses, before anything is computed, what is no ViT
     fitted, measured = compression.divide_images(args.images, args.fit_images)
     read = partial(
         compression.tensor_batches, whole, batch_size=args.batch_size, device=args.device

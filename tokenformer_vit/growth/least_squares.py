@@ -8,6 +8,7 @@ from torch import Tensor
 
 RIDGE = 1e-3  # towards the old values, relative to the mean diagonal of the Gram matrix
 REPEATS = 3  # of the ridge, each towards the result before: it rules only what inputs hardly show
+LEAST_SCALE = 1e-3  # of LayerScale: smaller outputs cannot repair anything
 CHUNK = 4096  # tokens that are added up at a time
 
 
@@ -29,7 +30,7 @@ def moments(
     return gram, product, mean, target
 
 
-def ridge_inverse(gram: Tensor) -> tuple[Tensor, Tensor]:
+def _ridge_inverse(gram: Tensor) -> tuple[Tensor, Tensor]:
     """Return the ridge of a Gram matrix, and the inverse of their sum."""
     ridge = RIDGE * gram.diagonal().mean() + torch.finfo(gram.dtype).tiny
     return ridge, torch.linalg.inv(gram + ridge * torch.eye(len(gram)).to(gram))
@@ -37,18 +38,19 @@ def ridge_inverse(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 def solve(gram: Tensor, product: Tensor, values: Tensor) -> Tensor:
     """Return the values (P, C_out) of least squares that are nearest to the old ones."""
-    (ridge, inverse), values = ridge_inverse(gram), values.double()
+    (ridge, inverse), values = _ridge_inverse(gram), values.double()
     for _ in range(REPEATS):
         values = inverse @ (product + ridge * values)
     return values
 
 
-def removal_order(fitted: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+def removal_order(gram: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
     """Remove the pair whose loss costs least, again and again; return the last first, and costs.
 
-    The loss of a pair, all others fitted, costs ‖v‖² / (G⁻¹)ₚₚ: the optimal brain surgeon. Both
-    tensors, values (P, C_out) and G⁻¹ (P, P), are changed.
+    The loss of a pair, all others fitted, costs ‖v‖² / (G⁻¹)ₚₚ: the optimal brain surgeon.
     """
+    inverse = _ridge_inverse(gram)[1]
+    fitted = inverse @ product
     order, costs = torch.arange(len(fitted)).to(fitted.device), torch.zeros_like(inverse[0])
     for last in reversed(range(len(fitted))):
         losses = fitted[: last + 1].square().sum(dim=1) / inverse.diagonal()[: last + 1]

@@ -18,11 +18,9 @@ from tokenformer_vit.layers import Pattention, TokenFormerBlock
 from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.ops import find_theta, norm_shares
 
-from .least_squares import CHUNK, moments, removal_order, ridge_inverse, solve
+from .least_squares import CHUNK, LEAST_SCALE, moments, removal_order, solve
 from .prune import model_call
 from .resize import LayerState, Model, counts_by_layer, read_state, unwrapped_layers, write_states
-
-LEAST_SCALE = 1e-3  # of LayerScale: smaller outputs cannot repair anything
 
 
 @torch.no_grad()
@@ -67,11 +65,10 @@ def refit(
 
 @torch.no_grad()
 def removal_costs(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
-    """Predict what is lost as the pairs of each layer go in the order of :func:`refit`.
+    """Return (P,) float64 by layer: what is lost with each pair, all before it kept and fitted.
 
-    Returns:
-        (P,) float64 by layer: the mean squared error of an output token, times LayerScale, that the
-        loss of a pair adds when all before it are kept and fitted. Keeping p costs the sum from p.
+    In the order of :func:`refit`. The first p pairs alone have the sum from p as the mean squared
+    error of an output token, times LayerScale.
     """
     counts = {name: each.num_param_tokens for name, each in unwrapped_layers(model).items()}
     return {name: each.costs for name, each in _fit(model, batches, counts).items()}
@@ -131,10 +128,9 @@ class _Twin(nn.Module):
 
     def fit(self, x: Tensor, wanted: Tensor) -> None:
         """Choose the pairs to keep, and fit their values to (R, C_out) rows that are wanted."""
-        layer, kept = copy.deepcopy(self.layer), slice(self.count)
-        state, found = self.ranked(x, wanted)
+        (state, found), layer = self.ranked(x, wanted), copy.deepcopy(self.layer)
+        kept, tau, bias = slice(self.count), state.tau, layer.bias
         keys, values, score_bias = (None if t is None else t[kept] for t in state[:3])
-        tau, bias = state.tau, layer.bias
         if order := find_theta(layer.theta).norm_order:  # as `prune` adapts τ
             write_states(layer, {"": state})
             rows = x[:: 1 + len(x) // CHUNK]  # enough for a mean
@@ -159,17 +155,15 @@ class _Twin(nn.Module):
         gram, product, mean, target = moments(features, x, wanted, centred)
         if is_linear:
             linear = self.layer.as_linear()
-            weight = solve(gram, product, linear.weight.t())
-            linear.weight.copy_((weight * scale).t())
-            tokens = Pattention.from_linear(linear, gram)
-            keys, values = tokens.key_param_tokens, tokens.value_param_tokens
+            linear.weight.copy_((solve(gram, product, linear.weight.t()) * scale).t())
+            keys, values, *_ = Pattention.from_linear(linear, gram).used_tokens()
             to = keys.double()  # from inputs to scores, the features of pairs
             gram, product, mean = to @ gram @ to.t(), to @ product, to @ mean
             self.costs = gram.diagonal() * values.square().sum(dim=1)
             values = (values / scale).to(keys)
-            return LayerState(keys, values, None, tau), (gram, product, mean, target)
-        inverse = ridge_inverse(gram)[1]
-        order, self.costs = removal_order(inverse @ product * scale, inverse)
-        score_bias = None if score_bias is None else score_bias[order]
-        state = LayerState(keys[order], values[order], score_bias, tau)
-        return state, (gram[order][:, order], product[order], mean[order], target)
+        else:
+            order, self.costs = removal_order(gram, product * scale)
+            keys, values = keys[order], values[order]
+            score_bias = None if score_bias is None else score_bias[order]
+            gram, product, mean = gram[order][:, order], product[order], mean[order]
+        return LayerState(keys, values, score_bias, tau), (gram, product, mean, target)

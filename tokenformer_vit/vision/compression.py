@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
@@ -96,24 +97,22 @@ def choose_counts(
     tokens = model.patch_embed.num_patches + model.num_prefix_tokens
     steps = []
     for names in groups.values():
-        costs_of_group = sum(slopes[name] * costs[name] for name in names)
-        errors = costs_of_group.flip(0).cumsum(0).flip(0)  # [p - 1]: of keeping p, and one more
-        numbers = {max(1, round(len(errors) * each / GRID)) for each in range(1, GRID + 1)}
+        lost: Any = sum(slopes[name] * costs[name] for name in names)
+        errors = [*lost.flip(0).cumsum(0).flip(0).tolist(), 0.0]  # [p]: if p are kept
+        numbers = {max(1, round(len(lost) * each / GRID)) for each in range(1, GRID + 1)}
         points = []
         for number in sorted(numbers):
             products = sum(_products(layers[name], number) for name in names)
-            error = errors[number].item() if number < len(errors) else 0.0
-            points.append((2 * tokens * products, error, number))
+            points.append((2 * tokens * products, errors[number], number))
         steps += [(*step, names) for step in _hull(points)]
     chosen = {name: len(costs[name]) for name in layers}
     whole, found = flops_of(model), {}
-    spent = whole
-    steps.sort(key=lambda step: step[0], reverse=True)
+    spent, cheapest_first = whole, deque(sorted(steps, key=lambda step: step[0]))
     for share in sorted(shares, reverse=True):
         while spent > share * whole:
-            if not steps:
+            if not cheapest_first:
                 raise InputError(f"{spent / whole:.3f} of the FLOPs are the least, not {share:g}")
-            _, saved, number, names = steps.pop()
+            _, saved, number, names = cheapest_first.popleft()
             spent -= saved
             chosen |= dict.fromkeys(names, number)
         found[share] = dict(chosen)
@@ -178,7 +177,8 @@ def divide_images(source: str, most: int) -> tuple[Samples, Samples]:
     The first are drawn at random, ``most`` of them, or half of all if there is one part.
     """
     splits = find_splits(source)
-    found: Any = open_images(source, next(iter(splits))) if splits else list_images([source])
+    one = "train" if "train" in splits else next(iter(splits), "")
+    found: Any = open_images(source, one) if splits else list_images([source])
     others: Any = open_images(source, "val") if {"train", "val"} <= splits.keys() else None
     order = random.Random(0).sample(range(len(found)), len(found))
     count = min(most, len(found) if others else len(found) // 2)
