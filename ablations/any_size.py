@@ -30,8 +30,8 @@ from tokenformer_vit.records import environment
 from tokenformer_vit.vision.compression import equal_count, flops_of, smaller_models
 
 SIZES = {"image": 98, "epochs": 2, "batch-size": 64}  # an epoch takes two minutes of two cores
-RATES = [1e-4, 3e-4]
-UNTUNED = ["refit equal"]
+RATES = [3e-5, 1e-4, 3e-4]
+UNTUNED = ["whole", "refit equal"]
 FIT_IMAGES, HELD_OUT = 400, 1000
 COLUMNS = ["date", "commit", "torch", "hardware", "model", "seed", "method", "target", "rate"]
 COLUMNS += ["parameters", "flops", "top1", "same_class", "tuned", "n"]
