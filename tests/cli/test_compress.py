@@ -167,8 +167,9 @@ def test_a_nested_model_keeps_its_first_pairs(model, data, tmp_path):
     for keep in (0.5, 0.25):
         saved = load(tmp_path / f"out/keep_{keep}")
         torch.testing.assert_close(saved(images), extract(nested, keep)(images), rtol=0, atol=0)
-    run(tmp_path / "run", data, "--flops", 0.5)
-    assert list(points_in(tmp_path / "compression")[1]) == ["whole", "flops_0.5"]
+    run(tmp_path / "run", data, "--flops", 0.5, "--save", "fitted")
+    assert list(points_in(tmp_path / "fitted")[1]) == ["whole", "flops_0.5"]
+    assert load(tmp_path / "fitted/flops_0.5").sizes == (1.0,)
 
 
 @torch.no_grad()

@@ -150,6 +150,40 @@ def test_costs_say_what_a_smaller_layer_loses(bias):
         assert lost == pytest.approx(costs[count:].sum().item(), rel=0.05)
 
 
+class Odd(nn.Module):
+    """A layer for which the sequence may come first, and one that is not called."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.layer, self.other = Pattention(24, 24, 12, "gelu"), Pattention(24, 24, 12, "gelu")
+
+    def forward(self, x):
+        return self.layer(x if self.batch_first else x.transpose(0, 1))
+
+
+@torch.no_grad()
+def test_what_would_be_wrong_without_a_word_is_refused():
+    x = torch.randn(10, 6, 24)
+    refit(model := Odd(batch_first=True), [x], {"layer": 6})
+    assert model.layer.num_param_tokens == 6
+    with pytest.raises(InputError, match="batch is not the first dimension"):
+        refit(Odd(batch_first=False), [x], {"layer": 6})
+    with pytest.raises(InputError, match="does not call other"):
+        refit(Odd(batch_first=True), [x], {"layer": 6, "other": 6})
+    for batches, message in ((x, "one tensor: give a list"), ([], "no batch")):
+        with pytest.raises(InputError, match=message):
+            refit(Odd(batch_first=True), batches, {"layer": 6})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("theta", THETAS)
+def test_layers_without_a_signal_stay_finite(theta):
+    model, x = net(theta, bias=False), tokens(50)
+    model[0].key_param_tokens.zero_()
+    assert refit(model, [x], {"0": 6, "2": 4})(x).isfinite().all()
+
+
 @torch.no_grad()
 @pytest.mark.slow
 def test_a_trained_model_keeps_most_of_its_accuracy_at_half_of_its_pairs(shared_data):

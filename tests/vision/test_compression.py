@@ -10,7 +10,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.utils import reparameterize_model
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow, pattention_layers
+from tokenformer_vit.growth import extract, grow, pattention_layers
 from tokenformer_vit.models import TokenFormerViT, from_vit, to_vit
 from tokenformer_vit.vision.compression import (
     choose_counts,
@@ -61,6 +61,12 @@ def test_each_share_of_the_flops_is_used_up_to_a_step(make):
             assert not linear or not 16 <= attn.query.num_param_tokens < 32
     with pytest.raises(InputError, match=r"are the least, not 0\.001"):
         choose_counts(model, [images()], [0.001])
+
+
+def test_a_smaller_model_becomes_smaller_again():
+    model = extract(convert(), num_qkv_param_tokens=9, num_proj_param_tokens=9)
+    for share, made in smaller_models(model, [images()], (0.9, 0.7)).items():
+        assert share - 0.06 < flops_of(made) / flops_of(model) <= share
 
 
 @torch.no_grad()
@@ -121,6 +127,9 @@ def test_what_is_measured_is_that_of_each_model():
     assert first["agreement"] == pytest.approx(100)
     assert second["agreement"] == pytest.approx(100 * cosine, abs=1e-3)
     assert "top1" not in first
+    for each in bare:
+        each.global_pool = ""
+    assert measure({"a": bare[0]}, [x], None)[0]["agreement"] == pytest.approx(100)
 
 
 def test_images_to_fit_to_are_not_those_to_measure_with(tmp_path):

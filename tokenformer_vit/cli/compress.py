@@ -61,22 +61,28 @@ def main(argv: list[str]) -> None:
     make_folder(out, "--save")
     whole = load_any(args.source, args.model, **args.model_kwargs).to(args.device)
     model: Any = whole if isinstance(whole, TokenFormerViT) else from_vit(whole)
-    if args.to_vit:
-        to_vit(model)  # refuses, before anything is computed, what is no ViT
+    if args.to_vit:  # refused, before anything is computed, of what is no ViT
+        model = from_vit(to_vit(model))
+    if not (args.flops or args.keep or compression.is_nested(model)):
+        shares = [0.67, 0.5]
     fitted, measured = compression.divide_images(args.images, args.fit_images)
     read = partial(
         compression.tensor_batches, whole, batch_size=args.batch_size, device=args.device
     )
     if nested := compression.is_nested(model) and not args.flops:
-        sizes = {share: extract(model, share) for share in shares or model.sizes[:-1]}
+        fitted = []
+        shares = shares if args.keep else model.sizes[:-1]
+        sizes = {share: extract(model, share) for share in shares}
     else:
-        sizes = compression.smaller_models(
-            model, [*read(fitted)], shares or [0.67, 0.5], bool(args.keep), args.to_vit
-        )
+        images = [*read(fitted)]
+        sizes = compression.smaller_models(model, images, shares, bool(args.keep), args.to_vit)
     word = "keep" if nested or args.keep else "flops"
     made = {f"{word}_{share:g}": smaller for share, smaller in sizes.items()}
     if args.to_vit:
         made = {name: to_vit(smaller) for name, smaller in made.items()}
+    for name, smaller in made.items() if args.save else ():
+        facts = {"Model": args.source, "Images": f"{len(fitted)} of {args.images}"}
+        save_model(smaller, out / name, facts={"Made smaller from": facts})
     labels = None
     try:
         labels = compression.find_labels(whole, measured)
@@ -86,13 +92,14 @@ def main(argv: list[str]) -> None:
     points = compression.measure(models, read(measured), labels)
     record = {**environment(args.device.type), "model": args.source, "data": args.images}
     record |= {"fit_images": len(fitted), "images": len(measured), "points": points}
-    for name, smaller in made.items() if args.save else ():
-        save_model(smaller.cpu(), out / name, facts={"Made smaller from": {"Model": args.source}})
     write_record(out / "compression.json", record)
     draw_compression(record, out / "compression.png")
     print(f"{'':<12}{'parameters':>13}{'GFLOPs':>9}{'ms':>9}{'same, %':>9}{'top-1, %':>9}")
     for point in points:
         print("{name:<12}{parameters:>13,}".format(**point), end="")
         print(f"{point['flops_per_image'] / 1e9:>9.4g}{point['milliseconds']:>9.3g}", end="")
-        print(f"{point['agreement']:>9.2f}{point.get('top1', float('nan')):>9.2f}")
+        print(
+            f"{point['agreement']:>9.2f}"
+            + ("{top1:>9.2f}".format(**point) if labels is not None else "")
+        )
     print(f"Done. In {out}: compression.json, compression.png" + ", models" * bool(args.save))

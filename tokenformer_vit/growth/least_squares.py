@@ -4,17 +4,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from tokenformer_vit.layers import Pattention
 
 RIDGE = 1e-3  # towards the old values, relative to the mean diagonal of the Gram matrix
 REPEATS = 3  # of the ridge, each towards the result before: it rules only what inputs hardly show
 LEAST_SCALE = 1e-3  # of LayerScale: smaller outputs cannot repair anything
 CHUNK = 4096  # tokens that are added up at a time
 
+Moments = tuple[Tensor, Tensor, Tensor, Tensor]  # see :func:`moments`
+
 
 def moments(
     features: Callable[[Tensor], Tensor], x: Tensor, wanted: Tensor, centred: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Moments:
     """Return E[f fᵀ], E[f tᵀ], E[f] and E[t] in float64, of features f of ``x`` and targets t.
 
     Centred, the first two are covariances, for a layer with a bias, which takes up the means.
@@ -42,6 +46,22 @@ def solve(gram: Tensor, product: Tensor, values: Tensor) -> Tensor:
     for _ in range(REPEATS):
         values = inverse @ (product + ridge * values)
     return values
+
+
+def rank_linear(
+    linear: nn.Linear, found: Moments, scale: Tensor
+) -> tuple[Pattention, Tensor, Moments]:
+    """Return the fitted layer as tokens, their costs, and the moments of scores in place of inputs.
+
+    Outputs are times ``scale`` (C_out,).
+    """
+    gram, product, mean, target = found
+    linear.weight.copy_((solve(gram, product, linear.weight.t()) * scale).t())
+    tokens = Pattention.from_linear(linear, gram)
+    keys, values = tokens.key_param_tokens.double(), tokens.value_param_tokens
+    gram = keys @ gram @ keys.t()
+    costs = gram.diagonal() * values.square().sum(dim=1)
+    return tokens, costs, (gram, keys @ product, keys @ mean, target)
 
 
 def removal_order(gram: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:

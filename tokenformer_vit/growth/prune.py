@@ -1,7 +1,7 @@
 """Find and remove the pairs that add little to a layer's output."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -50,8 +50,6 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
     Raises:
         InputError: If there is no batch, not all pairs are in use, or a weight is not finite.
     """
-    if isinstance(batches, Tensor):  # would be taken for a list of single images
-        raise InputError("batches is one tensor: give a list of batches, such as [images]")
     layers = unwrapped_layers(model)
     for name, layer in layers.items():
         if layer.num_used != layer.num_param_tokens:
@@ -79,8 +77,7 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
             stack.enter_context(layer.register_forward_pre_hook(add))
         stack.callback(lambda: [setattr(module, "training", True) for module in in_training])
         model.eval()
-        for batch in batches:
-            call = model_call(model, batch)
+        for call in model_calls(model, batches):
             mask = call.mask
             model(*call.args, **call.kwargs)
     usage = {}
@@ -97,22 +94,37 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
 
 
 class Call(NamedTuple):
-    """A call of a module, its output, and which of its tokens (B, N) are no padding."""
+    """Arguments of a model, and which of their tokens (B, N) are no padding."""
 
-    module: Any
-    args: tuple
-    kwargs: dict[str, Any]
-    output: Any = None
-    mask: Tensor | None = None
+    args: tuple[Tensor, ...]
+    kwargs: dict[str, Tensor]
+    mask: Tensor | None
 
 
-def model_call(model: nn.Module, batch: Any) -> Call:
-    """Return the call of a model with a batch, as :func:`measure_usage` takes it."""
+def model_calls(model: nn.Module, batches: Iterable[Any]) -> Iterator[Call]:
+    """Yield the calls of a model with batches, as :func:`measure_usage` takes them."""
+    if isinstance(batches, Tensor):  # would be taken for a list of single images
+        raise InputError("batches is one tensor: give a list of batches, such as [images]")
     device = next(model.parameters()).device
-    if isinstance(batch, Mapping):
-        given = {name: tensor.to(device) for name, tensor in batch.items()}
-        return Call(model, (), given, mask=given.get("attention_mask"))
-    return Call(model, ((batch[0] if isinstance(batch, tuple | list) else batch).to(device),), {})
+    for batch in batches:
+        if isinstance(batch, Mapping):
+            given = {name: tensor.to(device) for name, tensor in batch.items()}
+            yield Call((), given, given.get("attention_mask"))
+        else:
+            first = batch[0] if isinstance(batch, tuple | list) else batch
+            yield Call((first.to(device),), {}, None)
+
+
+def one_call(calls: Sequence[Call]) -> Call:
+    """Join calls, whose inputs have one shape but for the batch, to a call of one batch."""
+    if not calls:
+        raise InputError("there is no batch: give at least one")
+    args, kwargs, masks = zip(*calls, strict=True)
+    return Call(
+        tuple(torch.cat(each) for each in zip(*args, strict=True)),
+        {name: torch.cat([each[name] for each in kwargs]) for name in kwargs[0]},
+        None if masks[0] is None else torch.cat(masks),
+    )
 
 
 def _lengths(layer: Pattention) -> Tensor:

@@ -5,7 +5,7 @@ After SnapViT, arXiv:2510.17700, GRAIL, arXiv:2602.23795, and SVD-LLM, arXiv:240
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,8 +18,8 @@ from tokenformer_vit.layers import Pattention, TokenFormerBlock
 from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.ops import find_theta, norm_shares
 
-from .least_squares import CHUNK, LEAST_SCALE, moments, removal_order, solve
-from .prune import model_call
+from .least_squares import CHUNK, LEAST_SCALE, moments, rank_linear, removal_order, solve
+from .prune import model_calls, one_call, select_pairs
 from .resize import LayerState, Model, counts_by_layer, read_state, unwrapped_layers, write_states
 
 
@@ -56,7 +56,9 @@ def refit(
         if not 1 <= count <= (have := layers[name].num_param_tokens):
             raise InputError(f"{name} has {have} pairs and cannot be cut to {count}")
     fitted = _fit(model, batches, wanted)
-    write_states(model, {name: read_state(each.smaller) for name, each in fitted.items()})
+    states = {name: select_pairs(layer, slice(None)) for name, layer in layers.items()}
+    states |= {name: read_state(each.smaller) for name, each in fitted.items()}
+    write_states(model, states)
     for name, each in fitted.items():
         if (bias := layers[name].bias) is not None:
             bias.copy_(each.smaller.bias)  # type: ignore[arg-type]
@@ -82,14 +84,13 @@ def _fit(model: nn.Module, batches: Iterable[Any], counts: Mapping[str, int]) ->
     """Run a copy of a model in which each layer is fitted when it computes."""
     both = copy.deepcopy(model).eval()
     write_states(both, {})  # resets masks and sizes
-    calls = [model_call(both, batch) for batch in batches]
-    args = [torch.cat(2 * each) for each in zip(*(call.args for call in calls), strict=True)]
-    kwargs = {n: torch.cat(2 * [call.kwargs[n] for call in calls]) for n in calls[0].kwargs}
-    mask, layers = kwargs.get("attention_mask"), unwrapped_layers(both)
+    args, kwargs, mask = one_call([*model_calls(both, batches)] * 2)
+    layers = unwrapped_layers(both)
     with tqdm(total=len(counts), desc="refit", unit="layer", disable=None) as bar:
-        twins = {name: _Twin(layers[name], count, mask, bar) for name, count in counts.items()}
-        for name, twin in twins.items():
-            both.set_submodule(name, twin)
+        left, twins = set(counts), {}
+        for name, count in counts.items():
+            twins[name] = _Twin(name, layers[name], count, mask, bar, left)
+            both.set_submodule(name, twins[name])
         for block in (each for each in both.modules() if isinstance(each, TokenFormerBlock)):
             attn = block.norm1, block.attn.proj, block.ls1
             for norm, twin, scale in (attn, (block.norm2, block.mlp, block.ls2)):
@@ -98,15 +99,18 @@ def _fit(model: nn.Module, batches: Iterable[Any], counts: Mapping[str, int]) ->
                     norm.register_forward_pre_hook(twin.compare_streams)
         with suppress(_Done), torch.compiler.set_stance("force_eager"):
             both(*args, **kwargs)
+    if left:
+        raise InputError(f"the model does not call {', '.join(sorted(left))}: leave them out")
     return twins
 
 
 class _Twin(nn.Module):
     """In place of a layer, for inputs of the whole model and as many of the smaller one."""
 
-    def __init__(self, layer: Pattention, count: int, mask: Tensor | None, bar: Any) -> None:
+    def __init__(self, name: str, layer: Pattention, count: int, *shared: Any) -> None:
         super().__init__()
-        self.layer, self.count, self.mask, self.bar = layer, count, mask, bar
+        self.name, self.layer, self.count = name, layer, count
+        self.mask, self.bar, self.left = shared
         self.smaller, self.costs = layer, torch.empty(0)
         self.scale, self.lost = torch.ones_like(layer.value_param_tokens[0]), torch.zeros(())
 
@@ -118,11 +122,14 @@ class _Twin(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         whole, smaller = x.chunk(2)
         wanted = self.layer(whole)
-        if self.smaller is self.layer:
+        if len(self.left) == self.bar.total and not torch.allclose(whole, smaller):
+            raise InputError("the batch is not the first dimension of a layer's inputs")
+        if self.name in self.left:
             kept = slice(None) if self.mask is None else self.mask.chunk(2)[0].flatten() != 0
             self.fit(*(each.flatten(0, -2)[kept] for each in (smaller, wanted + self.lost)))
             self.bar.update()
-            if self.bar.n == self.bar.total:
+            self.left.remove(self.name)
+            if not self.left:
                 raise _Done
         return torch.cat((wanted, self.smaller(smaller)))
 
@@ -135,7 +142,8 @@ class _Twin(nn.Module):
             write_states(layer, {"": state})
             rows = x[:: 1 + len(x) // CHUNK]  # enough for a mean
             shares = norm_shares(*layer.scores_and_weights(rows), layer.theta).sum(dim=0)
-            tau = tau * (shares[kept].sum() / shares.sum()) ** (1 / order)
+            share = shares[kept].sum() / shares.sum()  # NaN if all keys are zero
+            tau = tau * share.where(share > 0, 1.0) ** (1 / order)
         write_states(layer, {"": LayerState(keys, values, score_bias, tau)})  # type: ignore
         if order:  # each weight depends on what is kept
             found = moments(layer.weights, x, wanted, centred=False)
@@ -144,26 +152,19 @@ class _Twin(nn.Module):
         layer.value_param_tokens.copy_(values)
         if bias is not None:
             bias.copy_(target - mean[kept] @ values)
-        self.smaller = layer
+        self.smaller, self.lost = layer, torch.zeros(())
 
-    def ranked(self, x: Tensor, wanted: Tensor) -> tuple[LayerState, tuple[Tensor, ...]]:
+    def ranked(self, x: Tensor, wanted: Tensor) -> tuple[LayerState, Sequence[Tensor]]:
         """Return all pairs, most important first, and their moments; note what each is worth."""
-        keys, values, score_bias, tau, _ = read_state(self.layer)
+        state, layer = select_pairs(self.layer, slice(None)), self.layer
         scale = self.scale.double().abs().clamp(min=LEAST_SCALE)
-        is_linear, centred = self.layer.theta == "linear", self.layer.bias is not None
-        features = nn.Identity() if is_linear else self.layer.weights
-        gram, product, mean, target = moments(features, x, wanted, centred)
-        if is_linear:
-            linear = self.layer.as_linear()
-            linear.weight.copy_((solve(gram, product, linear.weight.t()) * scale).t())
-            keys, values, *_ = Pattention.from_linear(linear, gram).used_tokens()
-            to = keys.double()  # from inputs to scores, the features of pairs
-            gram, product, mean = to @ gram @ to.t(), to @ product, to @ mean
-            self.costs = gram.diagonal() * values.square().sum(dim=1)
-            values = (values / scale).to(keys)
-        else:
-            order, self.costs = removal_order(gram, product * scale)
-            keys, values = keys[order], values[order]
-            score_bias = None if score_bias is None else score_bias[order]
-            gram, product, mean = gram[order][:, order], product[order], mean[order]
-        return LayerState(keys, values, score_bias, tau), (gram, product, mean, target)
+        features = nn.Identity() if layer.theta == "linear" else layer.weights
+        found = moments(features, x, wanted, centred=layer.bias is not None)
+        if layer.theta == "linear":
+            tokens, costs, found = rank_linear(layer.as_linear(), found, scale)
+            self.costs, (keys, values, *_) = costs[: state.num], tokens.used_tokens()
+            return state._replace(keys=keys, values=(values / scale).to(keys)), found
+        order, self.costs = removal_order(found[0], found[1] * scale)
+        gram, product, mean, target = found
+        found = gram[order][:, order], product[order], mean[order], target
+        return select_pairs(layer, order), found

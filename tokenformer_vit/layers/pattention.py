@@ -347,7 +347,8 @@ class Pattention(nn.Module):
             left, sizes, keys = torch.linalg.svd(weight, full_matrices=False)
         else:
             squares, axes = torch.linalg.eigh(covariance.to(weight))
-            scales = squares.clamp(min=1e-8 * squares.max()).sqrt()  # exact whatever they are
+            # Exact whatever they are, also for inputs that are all 0.
+            scales = squares.clamp(min=1e-8 * squares.max() + 1e-300).sqrt()
             left, sizes, right = torch.linalg.svd(weight @ (axes * scales), full_matrices=False)
             keys = right / scales @ axes.t()
         lengths = keys.norm(dim=1)

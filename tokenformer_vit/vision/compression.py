@@ -80,7 +80,7 @@ def choose_counts(
     Layers are cut where the outputs change least for a FLOP that is saved. The change is predicted
     to first order: the cost of removal of a layer's pairs (:func:`~tokenformer_vit.growth.refit`),
     times the mean squared gradient of the model's outputs. Query, key and value of a block keep
-    one number, and linear tokens save only where their products are cheaper than one.
+    one number. Linear tokens save only where they are cheaper than the product of a fused layer.
 
     Args:
         model: TokenFormerViT, such as a converted ViT.
@@ -93,7 +93,8 @@ def choose_counts(
     layers, costs = pattention_layers(model), removal_costs(model, batches)
     slopes, groups = output_slopes(model, batches), dict[str, list[str]]()
     for name, layer in layers.items():
-        groups.setdefault(name.rpartition(".")[0] if layer.kind == "qkv" else name, []).append(name)
+        block = f"{name.rpartition('.')[0]} {layer.num_param_tokens}"
+        groups.setdefault(block if layer.kind == "qkv" else name, []).append(name)
     tokens = model.patch_embed.num_patches + model.num_prefix_tokens
     steps = []
     for names in groups.values():
@@ -177,14 +178,14 @@ def divide_images(source: str, most: int) -> tuple[Samples, Samples]:
     The first are drawn at random, ``most`` of them, or half of all if there is one part.
     """
     splits = find_splits(source)
-    one = "train" if "train" in splits else next(iter(splits), "")
+    one = next((name for name in ("train", "val", *splits) if name in splits), "")
     found: Any = open_images(source, one) if splits else list_images([source])
     others: Any = open_images(source, "val") if {"train", "val"} <= splits.keys() else None
     order = random.Random(0).sample(range(len(found)), len(found))
     count = min(most, len(found) if others else len(found) // 2)
     if count < 1:
         raise InputError(
-            f"{source} has 1 image: give more, some to fit to and some to measure with"
+            f"{source} has {len(found)} images: give some to fit to, others to measure"
         )
     return _chosen(found, order[:count]), others or _chosen(found, order[count:])
 
@@ -238,7 +239,9 @@ def measure(
             outputs = [output.argmax(dim=-1) for output in outputs]
             same = [output == outputs[0] for output in outputs]
         else:
-            same = [F.cosine_similarity(output, outputs[0]) for output in outputs]
+            same = [
+                F.cosine_similarity(output.flatten(1), outputs[0].flatten(1)) for output in outputs
+            ]
         found[0] += torch.stack([each.double().sum() for each in same]).cpu()
         if labels is not None:
             of_batch = labels[images : images + len(batch)].to(batch.device)

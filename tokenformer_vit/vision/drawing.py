@@ -80,7 +80,8 @@ def draw_exemplars(record: dict[str, Any], model: nn.Module, path: Path) -> None
 
 def draw_compression(record: Mapping[str, Any], path: Path) -> None:
     """Draw accuracy, or agreement with the whole model, over FLOPs and milliseconds."""
-    points, figure = record["points"], Figure(figsize=(9, 3.8), layout="constrained")
+    points = sorted(record["points"], key=lambda point: point["flops_per_image"])
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
     key = "top1" if "top1" in points[0] else "agreement"
     labels = {"top1": "top-1 (%)", "agreement": "agreement with the whole model (%)"}
     places = {"flops_per_image": "forward FLOPs for an image", "milliseconds": "ms for an image"}
@@ -89,7 +90,7 @@ def draw_compression(record: Mapping[str, Any], path: Path) -> None:
         axis.plot([p[place] for p in points], [p[key] for p in points], marker="o")
         for point in points:
             axis.annotate(point["name"], (point[place], point[key]), fontsize=8)
-        axis.axhline(points[0][key], color="0.6", linestyle=":")
+        axis.axhline(record["points"][0][key], color="0.6", linestyle=":")
         axis.set(xlabel=label, xlim=(0, None))
     axes[0].set_ylabel(f"{labels[key]}, {record['images']} images")
     axes[0].xaxis.set_major_formatter(EngFormatter())
