@@ -115,7 +115,7 @@ def rates(args: argparse.Namespace, seed: int, method: str) -> list[float]:
         return [0.0]
     if seed == 0:
         return RATES[1:] if method == "fine-tuning" else RATES
-    rows = read_rows(args).query("seed == 0 and method == @method")
+    rows: Any = read_rows(args).query("seed == 0 and method == @method")
     return [float(rows["rate"][rows["tuned"].idxmax()])]
 
 

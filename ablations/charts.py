@@ -151,7 +151,7 @@ def draw(found: Mapping[str, Sweep]) -> None:
         for axes, column in zip(panels, ("top1", "tuned"), strict=True):
             for method in ("refit", "usage", "torch-pruning", "torch-pruning inner"):
                 own = pd.concat([whole, rows.query("method == @method")])
-                means = own.groupby("target")[["flops", column]].mean()
+                means: Any = own.groupby("target")[["flops", column]].mean()
                 axes.plot(means["flops"], means[column], marker="o", label=method)
             axes.set(xlabel="forward FLOPs for an image", ylim=(0, 100))
             axes.xaxis.set_major_formatter(EngFormatter())

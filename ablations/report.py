@@ -260,7 +260,7 @@ def smaller(words: Sequence[str]) -> str:
     return markdown(pd.DataFrame(lines, columns=columns)) + "\n" + "\n".join(sentences) + "\n"
 
 
-def lead(gaps: pd.Series) -> tuple[str, str]:
+def lead(gaps: Any) -> tuple[str, str]:
     """Format a difference that is paired by seed, and say what it shows."""
     mean, width = gaps.mean(), Noise(gaps.std(), len(gaps) - 1).half_width(len(gaps))
     text = f"{mean:+.2f} ± {width:.2f}".replace("-", "−")

@@ -19,6 +19,7 @@ def test_each_method_is_measured_once(shared_data, tmp_path, monkeypatch):
     words += ["--device", "cpu", "--seeds", "0", "1", "--limit", "120", "--epochs", "1"]
     words += ["--batch-size", "16", "--no-compile", "--work-dir", str(tmp_path / "work")]
     words += ["--targets", "0.8", "0.7", "--methods", "refit", "refit equal", "usage"]
+    rows: Any = None
     for _ in range(2):
         any_size.main(words)
         rows = pd.read_csv(tmp_path / "rows.csv").set_index(["seed", "method", "target"])

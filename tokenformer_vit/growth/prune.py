@@ -194,7 +194,7 @@ def adapted_tau(layer: Pattention, usage: Usage, count: int) -> Tensor:
     return layer.tau_at(1.0).detach().double() * (share ** (1 / order) if order and share else 1.0)
 
 
-def select_pairs(layer: Pattention, index: Tensor) -> LayerState:
+def select_pairs(layer: Pattention, index: Any) -> LayerState:
     """Return the tensors of a layer with these pairs alone, without nested sizes."""
     keys, values, bias, *_ = read_state(layer)
     bias = None if bias is None else bias[index]

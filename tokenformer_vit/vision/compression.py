@@ -228,7 +228,8 @@ def measure(
     models without a classifier, the mean cosine of the features of both, in %. ``milliseconds`` are
     those of an image of the first batch, in turns; median of ``ROUNDS``.
     """
-    first, images, found = None, 0, torch.zeros(2, len(models), dtype=torch.float64)
+    first: Any = None
+    images, found = 0, torch.zeros(2, len(models), dtype=torch.float64)
     for batch in batches:
         first = batch if first is None else first
         outputs = [model(batch).float() for model in models.values()]
