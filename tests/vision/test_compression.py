@@ -1,6 +1,9 @@
 """Smaller models cost what they may, lose pairs where least is lost, and are measured fairly."""
 
 import copy
+import json
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -151,3 +154,26 @@ def test_images_to_fit_to_are_not_those_to_measure_with(tmp_path):
         find_labels(convert(), measured)
     with pytest.raises(InputError, match="has 1 image"):
         divide_images(str(tmp_path / "one"), 5)
+
+
+@pytest.mark.parametrize("name", ["micro", "micro_equal", "stem", "stem_equal"])
+def test_the_page_has_what_the_records_have(name):
+    folder = Path(__file__).resolve().parents[2] / "tokenformer_vit/growth"
+    record = json.loads((folder / f"results/compression_cifar10_{name}.json").read_text())
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    (line,) = (each for each in page.splitlines() if f"cifar10_{name}.json" in each)
+    assert line.split("|")[2:-1] == [f" {point['top1']:.2f} " for point in record["points"]]
+    shares = [
+        each["flops_per_image"] / record["points"][0]["flops_per_image"]
+        for each in record["points"]
+    ]
+    assert "equal" not in name or all(f"{share:.2f}" in line for share in shares[1:])
+
+
+def test_the_page_has_the_means_of_the_older_record():
+    folder = Path(__file__).resolve().parents[2] / "tokenformer_vit/growth"
+    record = json.loads((folder / "results/compression_budgets.json").read_text())
+    mean = {(each["method"], each["keep"]): fmean(each["top1"]) for each in record["points"]}
+    page = (folder / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    assert f"micro model had {mean['prune', 0.5]:.1f} at half" in page
+    assert f"and {mean['budget', 0.5]:.1f} with numbers by the loss" in page

@@ -89,7 +89,8 @@ def draw_compression(record: Mapping[str, Any], path: Path) -> None:
     for axis, (place, label) in zip(axes, places.items(), strict=True):
         axis.plot([p[place] for p in points], [p[key] for p in points], marker="o")
         for point in points:
-            axis.annotate(point["name"], (point[place], point[key]), fontsize=8)
+            where, text = (point[place], point[key]), point["name"]
+            axis.annotate(text, where, (0, -12), textcoords="offset points", ha="right", fontsize=8)
         axis.axhline(record["points"][0][key], color="0.6", linestyle=":")
         axis.set(xlabel=label, xlim=(0, None))
     axes[0].set_ylabel(f"{labels[key]}, {record['images']} images")
