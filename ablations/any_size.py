@@ -31,7 +31,6 @@ from tokenformer_vit.vision.compression import equal_count, flops_of, smaller_mo
 
 SIZES = {"image": 98, "epochs": 2, "batch-size": 64}  # an epoch takes two minutes of two cores
 RATES = [3e-5, 1e-4, 3e-4]
-UNTUNED = ["whole", "refit equal"]
 FIT_IMAGES, HELD_OUT = 400, 1000
 COLUMNS = ["date", "commit", "torch", "hardware", "model", "seed", "method", "target", "rate"]
 COLUMNS += ["parameters", "flops", "top1", "same_class", "tuned", "n"]
@@ -111,7 +110,7 @@ def add_row(args: argparse.Namespace, **found: Any) -> None:
 
 def rates(args: argparse.Namespace, seed: int, method: str) -> list[float]:
     """Return all rates for seed 0, and the one that was best with it for others."""
-    if method in UNTUNED:
+    if method in args.untuned:
         return [0.0]
     if seed == 0:
         return RATES[1:] if method == "fine-tuning" else RATES
@@ -126,7 +125,7 @@ def missing(args: argparse.Namespace, *key: Any) -> list[float]:
     return [rate for rate in rates(args, *key[:2]) if rate not in set(rows["rate"][same])]
 
 
-def measure_seed(args: argparse.Namespace, seed: int, data: Any, test: Any) -> None:
+def measure_seed(args: argparse.Namespace, seed: int, vit: Any, data: Any, test: Any) -> None:
     """Fine-tune a ViT, then make it smaller by each method and tune it for an epoch."""
     steps = len(data[1]) // args.batch_size
     how: dict[str, Any] = {"layer_decay": 0.75}
@@ -134,7 +133,7 @@ def measure_seed(args: argparse.Namespace, seed: int, data: Any, test: Any) -> N
     def logits_of(model: Any) -> Tensor:
         return base.logits_of(model, test[0], "bfloat16")  # in which it is trained
 
-    vit, about = base.pretrained(args, data), {"seed": seed, "n": len(test[1])}
+    about = {"seed": seed, "n": len(test[1])}
     start = copy.deepcopy(vit.state_dict())
     for rate in missing(args, seed, "fine-tuning", 1.0):
         vit.load_state_dict(start)
@@ -173,6 +172,8 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="first 0")
     parser.add_argument("--targets", type=float, nargs="*", default=[0.67, 0.5], help="of FLOPs")
     parser.add_argument("--methods", nargs="+", choices=[*METHODS], default=[*METHODS][1:])
+    what = "methods that are not tuned"
+    parser.add_argument("--untuned", nargs="*", default=["whole", "refit equal"], help=what)
     parser.add_argument("--work-dir", type=Path, default=Path("work_dirs/any_size"))
     parser.add_argument("--csv", type=Path, default=Path(__file__).with_suffix(".csv"))
     for name, default in SIZES.items():
@@ -184,13 +185,17 @@ def main(words: Sequence[str]) -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     data, test = base.load(args, "train"), base.load(args, "val")
     count = len(data[1]) - min(HELD_OUT, len(data[1]) // 4)
-    held_out = tuple(each[count:] for each in data)
-    for seed in args.seeds:
-        torch.manual_seed(seed)
-        if seed:
-            measure_seed(args, seed, data, test)
-        else:
-            measure_seed(args, 0, tuple(each[:count] for each in data), held_out)
+    held_out, others = (
+        tuple(each[part] for each in data) for part in (slice(count, None), slice(count))
+    )
+    for train, measured, seeds in (
+        (others, held_out, [seed for seed in args.seeds if seed == 0]),
+        (data, test, [seed for seed in args.seeds if seed != 0]),
+    ):
+        vit = base.pretrained(args, train) if seeds else None
+        for seed in seeds:
+            torch.manual_seed(seed)
+            measure_seed(args, seed, copy.deepcopy(vit), train, measured)
 
 
 if __name__ == "__main__":

@@ -240,7 +240,9 @@ def smaller(words: Sequence[str]) -> str:
 
     ``words`` are shares of the FLOPs, then methods. Sentences give the verdicts.
     """
-    rows: Any = pd.read_csv(FOLDER / "any_size.csv").query("seed > 0").set_index("seed")
+    rows: Any = pd.read_csv(FOLDER / "any_size.csv").query("seed > 0")
+    # A method may have a row without tuning, and another one with it.
+    rows = rows.groupby(["seed", "method", "target"]).first().reset_index().set_index("seed")
     shares = [float(word) for word in words if word[0].isdigit()]
     methods = [word.replace("_", " ") for word in words[len(shares) :]]
     found, lines, verdicts = dict(list(rows.groupby(["target", "method"]))), [], {}
@@ -249,8 +251,9 @@ def smaller(words: Sequence[str]) -> str:
         line = [f"{share:g}", method, f"{own['parameters'].mean() / 1e6:.1f} M", str(len(own))]
         for column, stage in (("top1", "Without training"), ("tuned", "After an epoch")):
             mean, text = own[column].mean(), ""
-            if ours is not None and method != "refit" and not math.isnan(mean):
-                text, verdict = lead(ours[column] - own[column])
+            gaps = None if ours is None else (ours[column] - own[column]).dropna()
+            if gaps is not None and method != "refit" and len(gaps) > 1:
+                text, verdict = lead(gaps)
                 verdicts.setdefault((stage, verdict), []).append(f"{method} ({share:g})")
             line += ["" if math.isnan(mean) else f"{mean:.2f}", text]
         lines.append(line)
