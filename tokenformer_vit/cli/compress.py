@@ -8,8 +8,8 @@ training; labels are used only to measure::
     tokenformer-vit compress work_dirs/run data/digits --keep 0.75 0.5
 
 Pairs go where the outputs change least, and the values of the others are fitted to take over. A
-model with nested sizes keeps its first pairs instead, unless --flops is given. --to-vit leaves
-attention whole and makes a ViT that timm loads without this package.
+model with nested sizes keeps its first pairs instead, unless --flops or --to-vit is given. --to-vit
+leaves attention whole and makes a ViT that timm loads without this package.
 
 Of the images, those of train, or a part, are fitted to, and those of val, or the rest, are measured
 with: top-1 if their classes are the model's; the share that gets the same class as from the whole
@@ -98,8 +98,5 @@ def main(argv: list[str]) -> None:
     for point in points:
         print("{name:<12}{parameters:>13,}".format(**point), end="")
         print(f"{point['flops_per_image'] / 1e9:>9.4g}{point['milliseconds']:>9.3g}", end="")
-        print(
-            f"{point['agreement']:>9.2f}"
-            + ("{top1:>9.2f}".format(**point) if labels is not None else "")
-        )
+        print(f"{point['agreement']:>9.2f}{point.get('top1', ''):>9.4}")
     print(f"Done. In {out}: compression.json, compression.png" + ", models" * bool(args.save))
