@@ -247,6 +247,8 @@ def smaller(words: Sequence[str]) -> str:
     methods = [word.replace("_", " ") for word in words[len(shares) :]]
     found, lines, verdicts = dict(list(rows.groupby(["target", "method"]))), [], {}
     for share, method in [(1.0, "whole"), *product(shares, methods)]:
+        if (share, method) not in found:  # not run yet
+            continue
         own, ours = found[share, method], found.get((share, "refit"))
         line = [f"{share:g}", method, f"{own['parameters'].mean() / 1e6:.1f} M", str(len(own))]
         for column, stage in (("top1", "Without training"), ("tuned", "After an epoch")):
