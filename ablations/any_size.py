@@ -57,7 +57,7 @@ def by_group_norm(
     vit: Any, images: Tensor, targets: Sequence[float], inner: bool = False
 ) -> dict[float, Any]:
     """Prune by torch-pruning's group L2 norm: all widths, or hidden neurons and heads' channels."""
-    import torch_pruning
+    import torch_pruning  # type: ignore[import-not-found]
 
     def pruned(ratio: float) -> Any:
         model = copy.deepcopy(vit)
@@ -185,6 +185,8 @@ def main(words: Sequence[str]) -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     data, test = base.load(args, "train"), base.load(args, "val")
     count = len(data[1]) - min(HELD_OUT, len(data[1]) // 4)
+    held_out: Any
+    others: Any
     held_out, others = (
         tuple(each[part] for each in data) for part in (slice(count, None), slice(count))
     )
