@@ -149,7 +149,7 @@ def draw(found: Mapping[str, Sweep]) -> None:
     whole = rows.query("method == 'whole'")
     with chart("any_size", "without training: top-1 (%)", "after an epoch: top-1 (%)") as panels:
         for axes, column in zip(panels, ("top1", "tuned"), strict=True):
-            for method in ("refit", "usage", "torch-pruning", "torch-pruning inner"):
+            for method in ("refit", "usage", "torch-pruning inner"):
                 own = pd.concat([whole, rows.query("method == @method")])
                 means: Any = own.groupby("target")[["flops", column]].mean()
                 axes.plot(means["flops"], means[column], marker="o", label=method)

@@ -240,7 +240,8 @@ def smaller(words: Sequence[str]) -> str:
 
     ``words`` are shares of the FLOPs, then methods. Sentences give the verdicts.
     """
-    rows: Any = pd.read_csv(FOLDER / "any_size.csv").query("seed > 0")
+    every: Any = pd.read_csv(FOLDER / "any_size.csv")
+    rows = every.query("seed > 0")
     # A method may have a row without tuning, and another one with it.
     rows = rows.groupby(["seed", "method", "target"]).first().reset_index().set_index("seed")
     shares = [float(word) for word in words if word[0].isdigit()]
@@ -262,6 +263,12 @@ def smaller(words: Sequence[str]) -> str:
     columns = ["FLOPs", "method", "parameters", "n", "top-1 %", "refit leads by"]
     columns += ["after an epoch", "refit leads then by"]
     sentences = [f"{when}, *refit* {verb} {', '.join(m)}." for (when, verb), m in verdicts.items()]
+    for share, first in every.query("seed == 0 and method in @methods").groupby("target"):
+        best = first.groupby("method", sort=False)["tuned"].max().dropna()
+        shown = ", ".join(f"{method} {value:.1f}" for method, value in best.items())
+        if shown:
+            where = f"on the {first['n'].iloc[0]:,} held-out images of seed 0, at {share:g}"
+            sentences.append(f"After an epoch, {where}: {shown} %.")
     return markdown(pd.DataFrame(lines, columns=columns)) + "\n" + "\n".join(sentences) + "\n"
 
 
