@@ -147,14 +147,13 @@ def draw(found: Mapping[str, Sweep]) -> None:
             axes.set(xlabel="share of the rank kept in q, k, v and o")
     rows = pd.read_csv(CURVES.with_name("any_size.csv")).query("seed > 0")
     whole = rows.query("method == 'whole'")
-    with chart("any_size", "without training: top-1 (%)", "after an epoch: top-1 (%)") as panels:
-        for axes, column in zip(panels, ("top1", "tuned"), strict=True):
-            for method in ("refit", "usage", "torch-pruning inner"):
-                own = pd.concat([whole, rows.query("method == @method")])
-                means: Any = own.groupby("target")[["flops", column]].mean()
-                axes.plot(means["flops"], means[column], marker="o", label=method)
-            axes.set(xlabel="forward FLOPs for an image", ylim=(0, 100))
-            axes.xaxis.set_major_formatter(EngFormatter())
+    with chart("any_size", "smaller without training: top-1 (%)") as (axes,):
+        for method in ("refit", "usage", "torch-pruning inner"):
+            own = pd.concat([whole, rows.query("method == @method")])
+            means: Any = own.groupby("target")[["flops", "top1"]].mean()
+            axes.plot(means["flops"], means["top1"], marker="o", label=method)
+        axes.set(xlabel="forward FLOPs for an image", xlim=(0, None), ylim=(0, 100))
+        axes.xaxis.set_major_formatter(EngFormatter())
     with chart("tuning", "a converted ViT, tuned on other images: top-1 (%)") as (axes,):
         runs = found[TUNED].best.groupby("variant").first()
         trained = runs["trainable"].fillna(runs["parameters"])
