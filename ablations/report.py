@@ -265,11 +265,13 @@ def smaller(words: Sequence[str]) -> str:
     sentences = [f"{when}, *refit* {verb} {', '.join(m)}." for (when, verb), m in verdicts.items()]
     for share, first in every.query("seed == 0 and method in @methods").groupby("target"):
         best = first.groupby("method", sort=False)["tuned"].max().dropna()
-        shown = ", ".join(f"{method} {value:.1f}" for method, value in best.items())
-        if shown:
+        values = ", ".join(f"{method} {value:.1f}" for method, value in best.items())
+        if values:
             where = f"on the {first['n'].iloc[0]:,} held-out images of seed 0, at {share:g}"
-            sentences.append(f"After an epoch, {where}: {shown} %.")
-    return markdown(pd.DataFrame(lines, columns=columns)) + "\n" + "\n".join(sentences) + "\n"
+            sentences.append(f"After an epoch, {where}: {values} %.")
+    shown = pd.DataFrame(lines, columns=columns)
+    shown = shown.loc[:, (shown != "").any()]  # no column of what was not run
+    return markdown(shown) + "\n" + "\n".join(sentences) + "\n"
 
 
 def lead(gaps: Any) -> tuple[str, str]:

@@ -7,11 +7,13 @@ import pandas as pd
 import pytest
 import report
 import timm
+import torch
 from safetensors.torch import save_file
 
 
 def test_each_method_is_measured_once(shared_data, tmp_path, monkeypatch):
     monkeypatch.setattr("timm.layers.set_fused_attn", lambda on: None)  # it is for the process
+    torch.manual_seed(0)  # agreement depends on the weights
     vit: Any = timm.create_model("test_vit", img_size=32)
     save_file(vit.state_dict(), tmp_path / "vit.safetensors")
     words = ["--data", str(shared_data("cifar10")), "--csv", str(tmp_path / "rows.csv")]
