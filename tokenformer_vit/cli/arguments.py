@@ -62,7 +62,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the options that training and testing share."""
-    from mmengine.config import DictAction  # only training has it
+    from tokenformer_vit.training.engine import DictAction  # only training has it
 
     add, keys = parser.add_argument, "override keys of the config, such as train_cfg.max_epochs=9"
     add("--data-root", help="folder that holds train/ and val/, parquet files or tokens")

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from mmengine.dist import is_main_process
-
 from tokenformer_vit.training.config import check_folders, load_config
 from tokenformer_vit.training.distributed import is_first, start_processes
+from tokenformer_vit.training.engine import is_main_process
 from tokenformer_vit.training.evaluate import configure_test, run_test
 
 from .arguments import Parser, add_run

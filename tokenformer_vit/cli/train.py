@@ -16,12 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from mmengine.config import Config
-from mmengine.dist import broadcast_object_list
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import locked_folder, make_folder
 from tokenformer_vit.training import config, distributed
+from tokenformer_vit.training.engine import Config, broadcast_object_list
 from tokenformer_vit.training.folder import Start, configure_folder
 from tokenformer_vit.training.runner import run_training
 

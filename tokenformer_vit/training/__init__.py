@@ -6,15 +6,6 @@ registries and replaces nothing.
 
 # ruff: noqa: F401
 
-import warnings
-
-from mmpretrain.utils import register_all_modules
-
-with warnings.catch_warnings():
-    # mmcv-lite has no compiled operators, and needs none here.
-    warnings.filterwarnings("ignore", message="Fail to import ``MultiScaleDeformable")
-    register_all_modules(init_default_scope=False)
-
 from . import checkpoint, distributed, hooks, loop, metrics, optim, reports, runner
 from .data import augment, images, mixing, sampler
 from .models import backbone, distillation, growth, mae, nested

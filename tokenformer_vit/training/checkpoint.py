@@ -13,12 +13,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from mmengine.dist import all_gather_object, barrier, get_rank, get_world_size, is_main_process
-from mmengine.hooks import CheckpointHook, EarlyStoppingHook, EMAHook
-from mmengine.logging import HistoryBuffer
-from mmengine.model import PretrainedInit
-from mmengine.registry import HOOKS, WEIGHT_INITIALIZERS
-from mmengine.runner import set_random_seed
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
@@ -33,6 +27,21 @@ from tokenformer_vit.models.checkpoints import (
 
 from .data.sampler import ResumableSampler
 from .distributed import unwrap
+from .engine import (
+    HOOKS,
+    WEIGHT_INITIALIZERS,
+    CheckpointHook,
+    EarlyStoppingHook,
+    EMAHook,
+    HistoryBuffer,
+    PretrainedInit,
+    all_gather_object,
+    barrier,
+    get_rank,
+    get_world_size,
+    is_main_process,
+    set_random_seed,
+)
 from .export import describe_classifier, run_facts
 from .hooks import check_finite
 from .loop import ResumableEpochLoop, by_iteration, validation_is_due

@@ -10,13 +10,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from mmengine.config import Config
 
 import tokenformer_vit
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.vision.datasets import class_images
 from tokenformer_vit.vision.images import IMAGE_SUFFIXES, images_in, is_hidden
+
+from .engine import Config
 
 __all__ = ["check_config", "load_config"]
 

@@ -8,14 +8,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from mmengine.config import Config
-from mmengine.dist import init_dist
-from mmengine.model import MMDistributedDataParallel, is_model_wrapper
-from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tokenformer_vit.errors import InputError
+
+from .engine import MODEL_WRAPPERS, Config, MMDistributedDataParallel, init_dist, is_model_wrapper
 
 # Where each launcher says which process this is: in all, on its machine, and of how many.
 _VARIABLES = {

@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from mmengine.config import Config, ConfigDict
-from mmengine.dist import all_gather_object, is_main_process
-from mmengine.hooks import Hook
 from sklearn.metrics import ConfusionMatrixDisplay, precision_recall_fscore_support
 from tqdm import tqdm
 
@@ -24,6 +21,7 @@ from tokenformer_vit.models.checkpoints import WEIGHTS
 from tokenformer_vit.records import environment
 
 from .config import datasets
+from .engine import Config, ConfigDict, Hook, all_gather_object, is_main_process
 from .runner import TrainingRunner
 
 _COLUMNS = ("index", "class", "precision", "recall", "f1-score", "support")

@@ -6,8 +6,6 @@ from typing import Any
 
 import timm
 import torch
-from mmengine.hooks import EMAHook
-from mmpretrain.models import ClsBatchNormNeck, LinearClsHead, MAEPretrainDecoder, MAEPretrainHead
 from timm.models import get_model_args
 from torch import nn
 
@@ -18,6 +16,7 @@ from tokenformer_vit.vision.datasets import HUB
 
 from .config import datasets
 from .distributed import unwrap
+from .engine import ClsBatchNormNeck, EMAHook, LinearClsHead, MAEPretrainDecoder, MAEPretrainHead
 from .hooks import dtype_of, highest_rate, samples_per_step
 from .loop import by_iteration, validation_is_due
 from .metrics import RECONSTRUCTION, VAL_LOSS

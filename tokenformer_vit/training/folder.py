@@ -8,7 +8,6 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmengine.config import Config
 from timm.data import resolve_input_data_config
 
 from tokenformer_vit.errors import InputError
@@ -18,6 +17,7 @@ from tokenformer_vit.vision.datasets import class_images, find_splits
 from tokenformer_vit.vision.images import read_image
 
 from .config import choose_checkpoint, read_config
+from .engine import Config
 from .models.backbone import check_classifier
 
 

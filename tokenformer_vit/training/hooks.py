@@ -11,10 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mmengine.dist import all_reduce, is_main_process
-from mmengine.hooks import EMAHook, Hook, LoggerHook, RuntimeInfoHook
-from mmengine.optim import AmpOptimWrapper
-from mmengine.registry import HOOKS
 from torch import Tensor, nn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -25,6 +21,16 @@ from tokenformer_vit.models.checkpoints import check_computation, description_of
 from tokenformer_vit.vision.datasets import folder_names
 
 from .distributed import unwrap
+from .engine import (
+    HOOKS,
+    AmpOptimWrapper,
+    EMAHook,
+    Hook,
+    LoggerHook,
+    RuntimeInfoHook,
+    all_reduce,
+    is_main_process,
+)
 from .loop import by_iteration
 from .models.backbone import num_classes
 from .models.distillation import DistilledClassifier, DistilledHead

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, cast
 
-from mmengine.registry import LOOPS
-from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
-from mmengine.runner.base_loop import BaseLoop
-
 from tokenformer_vit.errors import InputError
+
+from .engine import LOOPS, BaseLoop, EpochBasedTrainLoop, IterBasedTrainLoop
 
 
 @LOOPS.register_module()

@@ -5,13 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from mmengine.device import get_device
-from mmengine.dist import all_reduce, broadcast_object_list
-from mmengine.evaluator import BaseMetric
-from mmpretrain.registry import METRICS
 from torch import Tensor
 
 from tokenformer_vit.errors import InputError
+
+from .engine import METRICS, BaseMetric, all_reduce, broadcast_object_list, get_device
 
 # Not "loss" or "val_loss": mmengine logs the mean of the last ten of such a name.
 VAL_LOSS = "cross_entropy"

@@ -7,22 +7,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from mmengine.device import get_device
-from mmengine.hooks import EMAHook
-from mmengine.model import ExponentialMovingAverage
-from mmengine.optim import (
-    DefaultOptimWrapperConstructor,
-    OptimWrapper,
-    ReduceOnPlateauParamScheduler,
-)
-from mmengine.registry import HOOKS, MODELS, OPTIM_WRAPPERS, OPTIMIZERS
-from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS as CONSTRUCTORS
-from mmpretrain.engine import LearningRateDecayOptimWrapperConstructor
 from timm.optim import Muon
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from tokenformer_vit.models.compilation import BLOCKS
+
+from .engine import (
+    CONSTRUCTORS,
+    HOOKS,
+    MODELS,
+    OPTIM_WRAPPERS,
+    OPTIMIZERS,
+    DefaultOptimWrapperConstructor,
+    EMAHook,
+    ExponentialMovingAverage,
+    LearningRateDecayOptimWrapperConstructor,
+    OptimWrapper,
+    ReduceOnPlateauParamScheduler,
+    get_device,
+)
 
 # What a group says about its parameter, or what has become its rate and decay.
 _NO_SETTINGS = ("params", "param_name", "layer_id", "lr_mult", "decay_mult")

@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from mmengine.dist import master_only
-from mmengine.hooks import Hook
-from mmengine.registry import HOOKS
 
 from tokenformer_vit.errors import one_line
 from tokenformer_vit.models.checkpoints import describe_model
 from tokenformer_vit.records import environment, write_record
 
 from .distributed import unwrap
+from .engine import HOOKS, Hook, master_only
 from .export import (
     as_timm_model,
     export_classifier,

@@ -13,11 +13,6 @@ from unittest import mock
 
 import timm.layers
 import torch
-from mmengine.config import Config
-from mmengine.dist import all_reduce, get_comm_device, get_world_size, master_only
-from mmengine.hooks import Hook
-from mmengine.logging import MMLogger
-from mmengine.runner import Runner
 from torch import Tensor, nn
 
 from tokenformer_vit.files import whole_file
@@ -26,6 +21,16 @@ from .checkpoint import load_plain_checkpoint
 from .config import listed
 from .data.sampler import seeded_loader
 from .distributed import unwrap
+from .engine import (
+    Config,
+    Hook,
+    MMLogger,
+    Runner,
+    all_reduce,
+    get_comm_device,
+    get_world_size,
+    master_only,
+)
 from .optim import AutocastOptimWrapper
 
 # SIGTERM ends a job of Slurm and others, USR1 is for `sbatch --signal=USR1@60`, and HUP ends a

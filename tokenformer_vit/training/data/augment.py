@@ -10,12 +10,11 @@ from typing import Any
 import cv2
 import numpy as np
 import torch
-from mmcv.transforms import BaseTransform
-from mmpretrain.datasets import transforms as stock
-from mmpretrain.registry import TRANSFORMS
 from PIL import Image, ImageOps
 from timm.data import create_transform
 from torchvision.transforms import InterpolationMode, v2
+
+from ..engine import TRANSFORMS, BaseTransform, stock
 
 
 class Torchvision(BaseTransform):

@@ -7,13 +7,6 @@ from typing import Any
 import cv2
 import numpy as np
 import torch
-from mmcv.transforms import BaseTransform
-from mmengine.dataset import Compose, default_collate, force_full_init
-from mmengine.fileio import list_from_file
-from mmengine.registry import FUNCTIONS
-from mmpretrain.datasets import BaseDataset, CustomDataset, PackInputs
-from mmpretrain.datasets import transforms as stock
-from mmpretrain.registry import DATASETS, TRANSFORMS
 from torch import Tensor
 from torchvision.transforms import v2
 from tqdm import tqdm
@@ -22,6 +15,20 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.vision.datasets import open_images
 from tokenformer_vit.vision.images import read_pixels
 
+from ..engine import (
+    DATASETS,
+    FUNCTIONS,
+    TRANSFORMS,
+    BaseDataset,
+    BaseTransform,
+    Compose,
+    CustomDataset,
+    PackInputs,
+    default_collate,
+    force_full_init,
+    list_from_file,
+    stock,
+)
 from .augment import EvalTransform
 
 

@@ -8,14 +8,13 @@ from typing import Any, cast
 
 import timm.loss
 import torch
-from mmpretrain.models import ClsDataPreprocessor, LabelSmoothLoss, LinearClsHead
-from mmpretrain.registry import MODELS
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 from torchvision.transforms import v2
 
 from tokenformer_vit.errors import InputError
 
+from ..engine import MODELS, ClsDataPreprocessor, LabelSmoothLoss, LinearClsHead
 from .images import without_waiting
 
 

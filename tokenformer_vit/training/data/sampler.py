@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from mmengine.dataset import DefaultSampler
-from mmengine.registry import DATA_SAMPLERS
-from mmpretrain.registry import DATASETS
 from torch.utils.data import Dataset, get_worker_info
+
+from ..engine import DATA_SAMPLERS, DATASETS, DefaultSampler
 
 
 @DATA_SAMPLERS.register_module()

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from mmpretrain.registry import DATASETS
 from torch.utils.data import Dataset
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import check_tokens_agree
 from tokenformer_vit.language.data import open_tokens, read_text_meta
+
+from ..engine import DATASETS
 
 
 @DATASETS.register_module()

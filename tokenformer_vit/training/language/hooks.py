@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-from mmengine.registry import HOOKS
-
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import check_tokens_agree, load_tokenizer, save_language_model
 
 from ..distributed import unwrap
+from ..engine import HOOKS
 from ..export import validated_model
 from ..hooks import GuardHook
 from ..reports import ResultsHook

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from mmpretrain.registry import METRICS
 from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
+from ..engine import METRICS
 from ..metrics import SumMetric, endings, sum_dtype
 
 

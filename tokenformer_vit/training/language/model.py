@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mmengine.model import BaseModel
-from mmpretrain.registry import MODELS
 from torch import Tensor
 
 from tokenformer_vit.errors import InputError
@@ -21,6 +19,7 @@ from tokenformer_vit.language import (
 from tokenformer_vit.models import LMConfig, compile_blocks, lm_config
 from tokenformer_vit.models.sizes import at_size
 
+from ..engine import MODELS, BaseModel
 from ..models.nested import NestedTraining
 
 

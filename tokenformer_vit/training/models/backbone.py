@@ -5,8 +5,6 @@ from typing import Any
 
 import timm
 import torch
-from mmengine.model import BaseModule
-from mmpretrain.registry import MODELS
 from timm.models import group_parameters
 from timm.models.deit import VisionTransformerDistilled
 from torch import Tensor
@@ -15,6 +13,8 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
 from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.models.checkpoints import load_model
+
+from ..engine import MODELS, BaseModule
 
 
 @MODELS.register_module()

@@ -7,8 +7,6 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
-from mmpretrain.models import ImageClassifier
-from mmpretrain.registry import MODELS
 from timm.data import resolve_input_data_config
 from torch import Tensor, nn
 
@@ -17,6 +15,7 @@ from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.vision.prediction import load_for_images
 
 from ..data.mixing import LabelHead
+from ..engine import MODELS, ImageClassifier
 
 
 class Teacher:

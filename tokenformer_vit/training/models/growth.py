@@ -7,9 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from mmengine.hooks import EMAHook, Hook
-from mmengine.model import is_model_wrapper
-from mmengine.registry import HOOKS
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,6 +18,7 @@ from tokenformer_vit.models.compilation import BLOCKS
 from tokenformer_vit.models.sizes import at_size
 
 from ..distributed import unwrap
+from ..engine import HOOKS, EMAHook, Hook, is_model_wrapper
 from ..hooks import check_finite, losses_are_due
 from ..loop import by_iteration
 from ..optim import align_schedulers

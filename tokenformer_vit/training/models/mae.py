@@ -4,15 +4,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from mmpretrain.models import MAE
-from mmpretrain.models.utils import build_2d_sincos_position_embedding
-from mmpretrain.registry import MODELS
 from timm.models import VisionTransformer
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tokenformer_vit.benchmarking.costs import Cost, model_costs, total
 from tokenformer_vit.errors import InputError
+
+from ..engine import MAE, MODELS, build_2d_sincos_position_embedding
 
 
 @MODELS.register_module()

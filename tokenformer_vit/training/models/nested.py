@@ -6,13 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from mmengine.logging import MessageHub
-from mmpretrain.models import ImageClassifier
-from mmpretrain.registry import MODELS
 from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.sizes import at_size
+
+from ..engine import MODELS, ImageClassifier, MessageHub
 
 ALONE = 0.1  # share of a run with ``distill`` in which the largest size is trained alone
 
