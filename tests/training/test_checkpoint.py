@@ -1,4 +1,4 @@
-"""A checkpoint whose state does not fit the run is found before any of it is loaded."""
+"""A state that does not fit the run is found before it is loaded; one that does is copied."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import timm.optim
 import torch
 from torch import nn
 
-from tokenformer_vit.training.checkpoint import state_fault
+from tokenformer_vit.training.checkpoint import copy_state, state_fault
 
 
 @pytest.fixture
@@ -30,7 +30,8 @@ def run():
     )
 
 
-RESUMED = {"iters_per_epoch": 3}
+STATE = {"numpy": [[0] * 624, 624, 0, 0.0]}
+RESUMED = {"iters_per_epoch": 3, "states": 4, "rng": [STATE]}
 
 
 def checkpoint_of(run):
@@ -60,6 +61,8 @@ DAMAGES = {
     "0-d": set_moment(torch.sum),
     "half": set_moment(torch.Tensor.half),
     "steps": of_state(lambda state: state[0].update(step=torch.ones(2))),
+    "of half of the parameters": of_state(lambda state: [state.pop(n) for n in (0, 1)]),
+    "none": of_state(dict.clear),
     "unknown parameters": of_state(lambda state: state.update({9: state.pop(5)})),
     "exchanged": of_state(lambda state: state.update({0: state[5], 5: state[0]})),
     "fewer groups": lambda checkpoint: checkpoint["optimizer"]["param_groups"].pop(),
@@ -78,6 +81,35 @@ def test_state_that_does_not_fit_is_found(run, name):
     assert state_fault(run, checkpoint, RESUMED)
 
 
+@pytest.mark.parametrize(("words", "place"), [(624, 625), (624, -1), (600, 3)])
+def test_a_random_state_that_numpy_would_read_outside_of_is_found(run, words, place):
+    resumed = {**RESUMED, "rng": [STATE, {"numpy": [[0] * words, place, 0, 0.0]}]}
+    assert f"at {place} of {words} words" in state_fault(run, checkpoint_of(run), resumed)
+
+
+LAYOUTS = {
+    "expanded": lambda moment: moment[:1, :1].expand(moment.shape),
+    "in order of columns": lambda moment: moment.t().contiguous().t(),
+    "sparse": lambda moment: moment.to_sparse(),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_moments_of_any_layout_give_the_steps_of_plain_ones(run, name):
+    checkpoint, optimizer = checkpoint_of(run), run.optim_wrapper.optimizer
+    state = checkpoint["optimizer"]["state"][0]
+    state["exp_avg"] = LAYOUTS[name](torch.randn(2, 3))
+    expected, weight = state["exp_avg"].to_dense().clone(), run.model[0].weight
+    assert state_fault(run, checkpoint, RESUMED) is None
+    copy_state(optimizer, checkpoint["optimizer"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    own = optimizer.state[weight]["exp_avg"]
+    assert own.stride() == weight.stride()
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    torch.testing.assert_close(own, 0.9 * expected + 0.1)
+
+
 OTHERS = [
     *(torch.optim.SGD, torch.optim.NAdam, torch.optim.Adafactor, torch.optim.Rprop),
     *(timm.optim.Lamb, timm.optim.Muon, timm.optim.Lion, timm.optim.Adafactor),
@@ -90,9 +122,9 @@ def test_the_state_of_other_optimisers_is_sound(run, kind):
     options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
     optimizer = run.optim_wrapper.optimizer = kind(run.model.parameters(), lr=1e-3, **options)
     optimizer.step()
-    checkpoint = checkpoint_of(run)
-    assert state_fault(run, checkpoint, RESUMED) is None
+    checkpoint, resumed = checkpoint_of(run), {**RESUMED, "states": len(optimizer.state)}
+    assert state_fault(run, checkpoint, resumed) is None
     saved = checkpoint["optimizer"]["state"][0]
-    for key in saved.keys() & {"exp_avg", "momentum_buffer"}:
+    for key in saved.keys() & {"exp_avg", "momentum_buffer"} if "factor" not in str(kind) else ():
         saved[key] = saved[key].T
-        assert state_fault(run, checkpoint, RESUMED)
+        assert state_fault(run, checkpoint, resumed)

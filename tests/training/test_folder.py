@@ -88,7 +88,7 @@ def test_the_same_command_repeats_what_a_killed_run_began(data_root, tmp_path, c
         done = command("train", *words, "train_dataloader.num_batch_per_epoch=1")
         assert done.status == 0, done.output
         texts.append((run / f"{data_root.name}.py").read_text())
-        rates += re.findall("Learning rate: (.*) ", (run / "README.md").read_text())
+        rates += re.findall("learning_rate: (.*)", (run / "README.md").read_text())
         for name in ("epoch_1.pth", "epoch_2.pth", "last_checkpoint"):
             (run / name).unlink()
     assert len(rates) == 2

@@ -13,6 +13,7 @@ from mmpretrain.registry import MODELS
 
 from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.models.sizes import at_size
+from tokenformer_vit.training.data.sampler import Seeded
 from tokenformer_vit.training.hooks import LazyRuntimeInfoHook
 from tokenformer_vit.training.metrics import AccuracyAndLoss
 
@@ -88,8 +89,9 @@ def test_processes_draw_from_one_seed_whatever_their_own():
     for rank in (0, 1):
         hub = MessageHub(f"rank {rank}")
         about = {"seed": 5 + rank, "experiment_name": "x", "rank": rank, "message_hub": hub}
-        LazyRuntimeInfoHook().before_run(SimpleNamespace(cfg=cfg, **about))
-        assert hub.get_info("seed") == 5
+        loader = SimpleNamespace(dataset=Seeded([0], seed=0))
+        LazyRuntimeInfoHook().before_run(SimpleNamespace(cfg=cfg, train_dataloader=loader, **about))
+        assert hub.get_info("seed") == loader.dataset.seed == 5
 
 
 def test_the_loss_is_the_mean_over_sizes(at, batch):

@@ -17,17 +17,21 @@ from tokenformer_vit.layers import Pattention
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.training import optim
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.export import as_timm_model, validated_model
+from tokenformer_vit.training.export import as_timm_model
 from tokenformer_vit.training.optim import (
     AccumulationEMAHook,
     AutocastOptimWrapper,
     ForeachMovingAverage,
     LazyOptimWrapper,
 )
+from tokenformer_vit.training.reports import validated_model
 from tokenformer_vit.training.runner import TrainingRunner, scale_rates
 
 pytestmark = pytest.mark.usefixtures("scope")
+# mmpretrain's and mmengine's constructors do not ask a model what should not decay.
+UNDECAYED = {name: {"decay_mult": 0.0} for name in (".cls_token", ".pos_embed")}
 LAYER_DECAY = {"layer_decay_rate": 0.5, "norm_decay_mult": 0.0, "bias_decay_mult": 0.0}
+LAYER_DECAY["custom_keys"] = UNDECAYED
 CONSTRUCTORS = [
     ("MergedOptimWrapperConstructor", "DefaultOptimWrapperConstructor", {}),
     (
@@ -93,6 +97,18 @@ def test_biases_do_not_decay_and_have_the_rate_of_their_block(own, ours, stock, 
             assert decay == 0 < settings[tokens][1]
             assert rate == settings[tokens][0]
     assert sum(name.endswith("score_bias") for name in settings) > 0
+
+
+@pytest.mark.parametrize(("ours", "stock", "options"), CONSTRUCTORS)
+def test_what_the_model_names_does_not_decay_unless_the_config_says_so(own, ours, stock, options):
+    name = {"model_name": "tokenformer_small_distilled"}
+    config = own(f"model = dict(backbone=dict({name}), head=dict(type='DistilledHead'))")
+    how = {**options.get("paramwise_cfg", {}), "custom_keys": {".pos_embed": {"decay_mult": 0.5}}}
+    settings = names_by_setting(*make(config, ours, paramwise_cfg=how))
+    tokens = {name: settings[f"backbone.model.{name}"][1] for name in ("cls_token", "dist_token")}
+    assert tokens == {"cls_token": 0, "dist_token": 0}
+    matrix = settings["backbone.model.blocks.0.mlp.key_param_tokens"][1]
+    assert settings["backbone.model.pos_embed"][1] == 0.5 * matrix > 0
 
 
 @pytest.mark.parametrize(("ours", "stock", "options"), CONSTRUCTORS)
@@ -231,6 +247,7 @@ def test_the_hook_validates_and_saves_the_average_or_the_model(validated, later)
     resumed.before_run(SimpleNamespace(model=nn.Linear(3, 2)))
     loaded = copy.deepcopy(checkpoint)
     resumed.after_load_checkpoint(SimpleNamespace(_resume=True), loaded)
+    assert resumed.ema_model.steps == 2
     torch.testing.assert_close(resumed.ema_model.module.weight.detach(), average)
     torch.testing.assert_close(loaded["state_dict"]["weight"], own)
     assert validated_model(SimpleNamespace(model=model, hooks=[hook])) is (

@@ -63,10 +63,10 @@ def test_the_exported_folder_says_what_is_known_of_the_run(trained, data_root):
     record = json.loads((trained.work_dir / "record.json").read_text())
     card = (trained.work_dir / "README.md").read_text(encoding="utf-8")
     for fact in (
-        *(f"Folder: {data_root.name}", "Training images: 48", "Validation images: 48"),
-        *("Config: small.py", "Epochs: 2", "Iterations: 12", "Optimiser: AdamW", "Seed: 5"),
-        *("Learning rate: 0.005", "Batch size (images a step): 16", "Precision: bfloat16 autocast"),
-        *("Weights: exponential", f"Top-1 accuracy: {record['accuracy/top1']:.4g} %"),
+        *(f"data: {data_root.name}", "train_images: 48", "val_images: 48"),
+        *("config: small.py", "epochs: 2", "iterations: 12", "optimizer: AdamW", "seed: 5"),
+        *("learning_rate: 0.005", "images_per_step: 16", "dtype: bfloat16 autocast"),
+        *("weights: exponential", f"Top-1 accuracy: {record['accuracy/top1']:.4g} %"),
     ):
         assert f"- {fact}" in card, fact
     assert record["loss_first"] == pytest.approx(1.0986, abs=0.02)  # ln 3: the head starts at zero
@@ -77,8 +77,8 @@ def test_the_exported_folder_says_what_is_known_of_the_run(trained, data_root):
 def test_the_export_of_a_checkpoint_knows_data_and_recipe_but_no_results(trained, tmp_path):
     export.main([str(trained.work_dir / "epoch_1.pth"), str(tmp_path / "out")])
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "- Training images: 48" in card
-    assert "- Epochs: 1\n  - Iterations: 6\n" in card
+    assert "- train_images: 48" in card
+    assert "- epochs: 1\n  - iterations: 6\n" in card
     assert "accuracy" not in card
 
 

@@ -7,7 +7,6 @@ import random
 import re
 import signal
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +31,6 @@ from .engine import (
     WEIGHT_INITIALIZERS,
     CheckpointHook,
     EarlyStoppingHook,
-    EMAHook,
     HistoryBuffer,
     PretrainedInit,
     all_gather_object,
@@ -42,12 +40,15 @@ from .engine import (
     is_main_process,
     set_random_seed,
 )
-from .export import describe_classifier, run_facts
+from .export import describe_classifier
 from .hooks import check_finite
 from .loop import ResumableEpochLoop, by_iteration, validation_is_due
-from .optim import follow_config, keep_settings
+from .optim import averaging_hooks, follow_config, keep_settings, unscheduled
+from .reports import facts
 
 STOPPED = "stopped.pth"  # written at a signal; the next checkpoint replaces it
+# State of PyTorch's optimisers that a fused step reads and writes as it does the parameter.
+_MOMENTS = ("exp_avg", "max_exp_avg", "momentum_buffer", "sum")
 # What a config may change without a word: places of files, and how the same is computed.
 _FREE = re.compile(
     r"(work_dir|experiment_name|load_from|resume|launcher|log_\w+|vis\w+|custom_imports|env_cfg)\b"
@@ -60,9 +61,6 @@ _RATE = re.compile(
     r"param_scheduler|train_cfg\.max_|auto_scale_lr|optim_wrapper\.(optimizer\.lr|paramwise_cfg"
     r"|accumulative_counts)|train_dataloader\.batch_size|processes|iterations an epoch"
 )
-# State that has the shape of its parameter, unless it is factored, as in Adafactor.
-_MOMENTS = ("exp_avg", "max_exp_avg", "momentum_buffer", "sum")
-_FACTORED = ("_row", "_col", "_r", "_c")
 
 
 @HOOKS.register_module()
@@ -138,7 +136,7 @@ class ExactCheckpointHook(CheckpointHook):
         if len(resumed["rng"]) != get_world_size():
             changes["processes"] = (len(resumed["rng"]), get_world_size())
         if any(map(_RATE.match, changes)):
-            follow_config(runner, self._bases)
+            follow_config(runner, self._settings)
         if changes:
             told = [f"  {name}: {old!r} -> {new!r}" for name, (old, new) in changes.items()]
             title = "The resumed run differs from its checkpoint:"
@@ -187,9 +185,8 @@ class ExactCheckpointHook(CheckpointHook):
                 "the checkpoint has only weights, not the state of a run: resume from epoch_*.pth, "
                 "or start a new run from its weights with `--cfg-options load_from=CHECKPOINT`"
             )
-        averages = any(isinstance(hook, EMAHook) for hook in runner.hooks)
         averaged = checkpoint["meta"].get("averaged", True)
-        if "ema_state_dict" in checkpoint and averaged and not averages:
+        if "ema_state_dict" in checkpoint and averaged and not averaging_hooks(runner):
             raise InputError(  # an EMAHook would exchange the two models of the checkpoint
                 "the checkpoint is of a run that averages its weights, but this run has no EMAHook "
                 "and would train the average: give it default_hooks.ema again"
@@ -197,12 +194,12 @@ class ExactCheckpointHook(CheckpointHook):
         resumed = self._resumed = checkpoint.pop("exact_resume")
         if fault := state_fault(runner, checkpoint, resumed):
             raise InputError(f"the checkpoint does not fit this run: {fault}; resume another one")
+        copy_state(runner.optim_wrapper.optimizer, checkpoint["optimizer"])
         meta, now = checkpoint["meta"], len(runner.train_dataloader)
         if not by_iteration(runner):  # the same place in an epoch of another length
             epochs, within = divmod(meta["iter"], resumed["iters_per_epoch"])
             meta["iter"] = epochs * now + within * now // resumed["iters_per_epoch"]
-        groups = runner.optim_wrapper.optimizer.param_groups
-        self._bases = [group.get("initial_lr", group["lr"]) for group in groups]
+        self._settings = unscheduled(runner)
         keep_settings(runner, checkpoint["optimizer"]["param_groups"])
         own = runner.train_dataloader.dataset.metainfo
         if meta.get("dataset_meta") == plain_values(own):
@@ -229,12 +226,8 @@ class ExactCheckpointHook(CheckpointHook):
             unwrap(runner.model), runner.cfg, runner.train_dataloader.dataset.metainfo
         )
         if description is not None:
-            card = run_facts(runner)
-            card.pop("Validation", None)  # of earlier weights
-            card["Training"]["Iterations"] = f"{meta['iter']:,}"
-            if "Epochs" in card["Training"]:
-                card["Training"]["Epochs"] = meta["epoch"]
-            checkpoint[DESCRIPTION] = {**description, "card": plain_values(card)}
+            known = facts(runner) | {"epochs": meta["epoch"], "iterations": meta["iter"]}
+            checkpoint[DESCRIPTION] = {**description, "card": {"Training": known}}
 
     def _save_checkpoint_with_step(self, runner, step: int, meta: dict) -> None:
         self._waiting = None if runner.optim_wrapper.should_update() else step
@@ -282,6 +275,7 @@ class ExactCheckpointHook(CheckpointHook):
             "data_seed": getattr(loader.dataset, "seed", None),
             "samples": len(loader.dataset),
             "iters_per_epoch": len(loader),
+            "states": len(runner.optim_wrapper.optimizer.state),
             "config": _flat_config(runner),
             "early_stopping": [
                 (hook.wait_count, float(hook.best_score)) for hook in _early_stopping_hooks(runner)
@@ -330,42 +324,73 @@ def set_rng_state(state: dict[str, Any]) -> None:
     """Restore a state that :func:`rng_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(("MT19937", *state["numpy"]))  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    for name, generators in (("torch", torch), ("cuda", torch.cuda)):
+        if state[name] is not None and (name == "torch" or torch.cuda.is_available()):
+            generators.set_rng_state(torch.empty_like(state[name]).copy_(state[name]))
 
 
 def state_fault(runner: Any, checkpoint: dict[str, Any], resumed: dict[str, Any]) -> str | None:
     """Find what does not fit in the state of a run, before any of it is loaded.
 
-    PyTorch compares only the sizes of groups, and a fused optimiser writes outside moments of
-    another shape.
+    PyTorch compares only the sizes of groups, and NumPy does not check the place of its generator.
     """
     done, end = checkpoint["meta"]["iter"], runner.max_iters
     if not by_iteration(runner):
         end = runner.max_epochs * resumed["iters_per_epoch"]
     if done > end:
         return f"it is of iteration {done}, and the run has {end} iterations"
+    for state in resumed["rng"]:
+        words, place, *_ = state["numpy"]
+        if len(words) != 624 or not 0 <= place <= 624:
+            return f"NumPy's generator is at {place} of {len(words)} words"
     optimizer, saved = runner.optim_wrapper.optimizer, checkpoint["optimizer"]
-    kinds = (saved["param_groups"], optimizer.param_groups)
-    numbers, groups = ([group["params"] for group in kind] for kind in kinds)
-    if [*map(len, numbers)] != [*map(len, groups)]:
+    if [len(group["params"]) for group in saved["param_groups"]] != [
+        len(group["params"]) for group in optimizer.param_groups
+    ]:
         return "the optimiser's groups have other sizes"
-    parameters, states = dict(zip(chain(*numbers), chain(*groups), strict=True)), saved["state"]
+    states, parameters = saved["state"], _parameters(optimizer, saved)
     if not states.keys() <= parameters.keys():
         return "the optimiser's state is not that of these parameters"
-    of_torch = type(optimizer).__module__.startswith("torch.optim")  # others may keep halves
+    if len(states) != resumed["states"]:
+        return f"it has the optimiser's state of {len(states)} of {resumed['states']} parameters"
+    if "factor" in type(optimizer).__name__.lower():  # as Adafactor, whose states are smaller
+        return None
+    exact = type(optimizer).__module__.startswith("torch.optim")  # others may keep halves
     for number, state in states.items():
+        own = parameters[number]
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
                 continue
-            shape, own = tuple(value.shape), tuple(parameters[number].shape)
-            moment = name.startswith(_MOMENTS) and not name.endswith(_FACTORED)
-            if (moment and shape != own) or (name == "step" and value.numel() != 1):
-                return f"{name} of parameter {number} is {shape}, and the parameter {own}"
-            if moment and of_torch and value.dtype != parameters[number].dtype:
-                return f"{name} of parameter {number} is {value.dtype}"
+            if value.dim() == 0 and not (exact and name.startswith(_MOMENTS)):
+                continue  # a number of steps
+            if value.shape != own.shape or (exact and value.dtype != own.dtype):
+                found = f"{tuple(value.shape)} {value.dtype}"
+                return f"{name} of parameter {number} is {found}, and it {tuple(own.shape)}"
     return None
+
+
+def _parameters(optimizer: Any, saved: dict[str, Any]) -> dict[int, torch.Tensor]:
+    """Return the parameters of an optimiser by their numbers in its saved state."""
+    numbers, parameters = (
+        [each for group in kind["param_groups"] for each in group["params"]]
+        for kind in (saved, {"param_groups": optimizer.param_groups})
+    )
+    return dict(zip(numbers, parameters, strict=True))
+
+
+def copy_state(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Copy the tensors of a saved state into memory of their own, laid out as the parameters are.
+
+    PyTorch would use those of the file, and a fused step writes through their strides.
+    """
+    parameters = _parameters(optimizer, saved)
+    for number, state in saved["state"].items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                own = parameters[number]
+                like = own if value.shape == own.shape else torch.empty(value.shape)
+                state[name] = torch.empty_like(like, dtype=value.dtype, device="cpu")
+                state[name].copy_(value.to_dense())
 
 
 class _Skipped:

@@ -277,6 +277,11 @@ def _monitors(cfg: Config) -> Iterator[tuple[str, str]]:
             yield f"custom_hooks.{index}.monitor", hook["monitor"]
 
 
+def name_of(kind: Any) -> str:
+    """Return the name of a ``type`` in a config: a class, or a name with or without its module."""
+    return str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+
+
 def listed(value: Any) -> list[Any]:
     """Return a list; a config may have one dict or number instead of a list, or None."""
     if value is None:

@@ -1,7 +1,7 @@
 """Export a trained classifier to timm: weights, arguments, preprocessing and class names."""
 
 import math
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -12,23 +12,10 @@ from torch import nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.models.checkpoints import describe_model, save_model
-from tokenformer_vit.vision.datasets import HUB
 
 from .config import datasets
-from .distributed import unwrap
-from .engine import ClsBatchNormNeck, EMAHook, LinearClsHead, MAEPretrainDecoder, MAEPretrainHead
-from .hooks import dtype_of, highest_rate, samples_per_step
-from .loop import by_iteration, validation_is_due
-from .metrics import RECONSTRUCTION, VAL_LOSS
+from .engine import ClsBatchNormNeck, LinearClsHead, MAEPretrainDecoder, MAEPretrainHead
 from .models.backbone import num_classes
-
-# Figures of a validation in the card, and their units.
-_RESULTS = {
-    "accuracy/top1": ("Top-1 accuracy", " %"),
-    "accuracy/top5": ("Top-5 accuracy", " %"),
-    VAL_LOSS: ("Cross-entropy", ""),
-    RECONSTRUCTION: ("Reconstruction loss of masked patches", ""),
-}
 
 
 def preprocessing(cfg: Any) -> dict[str, Any]:
@@ -128,58 +115,3 @@ def export_classifier(
     """Write an mmpretrain classifier as a timm folder, with ``facts`` in its model card."""
     names = metainfo["classes"] if num_classes(classifier) else None
     save_model(as_timm_model(classifier), Path(folder), names, preprocessing(cfg), facts)
-
-
-def validated_model(runner: Any) -> Any:
-    """Return the model that is validated: the averaged one, if there is an ``EMAHook`` for it."""
-    for hook in runner.hooks:
-        if isinstance(hook, EMAHook) and getattr(hook, "validated", True):
-            return hook.ema_model.module
-    return unwrap(runner.model)
-
-
-def run_facts(runner: Any) -> dict[str, Any]:
-    """Collect data, recipe and results of a run for a model card: no paths, which may be private.
-
-    It has results only if the present weights were validated.
-    """
-    cfg, dataset = runner.cfg, runner.train_dataloader.dataset
-    data = next(datasets(cfg.train_dataloader.dataset))
-    root = data.get("data_root") or ""
-    folders = [root] if isinstance(root, str) else list(root)
-    averaged = validated_model(runner) is not unwrap(runner.model)
-    teacher = (cfg.model.get("distillation") or {}).get("teacher")
-    facts: dict[str, Any] = {
-        "Data": {
-            "Folder": ", ".join(PurePath(folder).name for folder in folders),
-            "Training images": f"{len(dataset):,}",
-        },
-        "Training": {
-            "Config": PurePath(cfg.filename or "").name,
-            "Epochs": "" if by_iteration(runner) else f"{runner.epoch}",
-            "Iterations": f"{runner.iter:,}",
-            "Optimiser": type(runner.optim_wrapper.optimizer).__name__,
-            "Learning rate": f"{highest_rate(runner):.3g} (highest)",
-            "Batch size (images a step)": f"{samples_per_step(runner):,}",
-            "Precision": dtype_of(runner),
-            "Weights": "exponential moving average" if averaged else "those of the last step",
-            "Teacher": PurePath(teacher or "").name,
-            "Seed": f"{runner.seed}",
-        },
-    }
-    if runner.val_loop is not None:
-        facts["Data"]["Validation images"] = f"{len(runner.val_dataloader.dataset):,}"
-        if validation_is_due(runner.train_loop):
-            scalars = runner.message_hub.log_scalars
-            facts["Validation"] = {
-                title: f"{scalars[f'val/{key}'].current():.4g}{unit}"
-                for key, (title, unit) in _RESULTS.items()
-                if f"val/{key}" in scalars
-            }
-    for section, entries in facts.items():
-        facts[section] = {key: value for key, value in entries.items() if value}
-    imagenet = data.type == "ImageNet" and len(dataset.metainfo["classes"]) == 1000
-    found = [HUB.fullmatch(folder) for folder in folders]
-    if names := ["imagenet-1k"] if imagenet else [each[1] for each in found if each]:
-        facts["Dataset"] = names  # timm also puts these into the front matter
-    return facts

@@ -1,70 +1,29 @@
-"""Checks, log and progress of a run.
+"""Checks and losses of a run.
 
 Losses stay on the GPU until the logger needs them: reading one in each step lets the GPU run idle.
 """
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.pattention import join_state_dict
 from tokenformer_vit.models.checkpoints import check_computation, description_of, model_faults
 from tokenformer_vit.vision.datasets import folder_names
 
+from .data.sampler import Seeded
 from .distributed import unwrap
-from .engine import (
-    HOOKS,
-    AmpOptimWrapper,
-    EMAHook,
-    Hook,
-    LoggerHook,
-    RuntimeInfoHook,
-    all_reduce,
-    is_main_process,
-)
+from .engine import HOOKS, Hook, RuntimeInfoHook, all_reduce
 from .loop import by_iteration
 from .models.backbone import num_classes
 from .models.distillation import DistilledClassifier, DistilledHead
-from .optim import AutocastOptimWrapper
-
-
-def samples_per_step(runner: Any) -> int:
-    """Count the images or sequences of one optimiser step, over all processes."""
-    return runner.train_dataloader.batch_size * runner.world_size * accumulation(runner)
-
-
-def accumulation(runner: Any) -> int:
-    """Return the number of batches that make one optimiser step."""
-    return runner.optim_wrapper._accumulative_counts
-
-
-def sample_noun(runner: Any) -> str:
-    """Return what the training data consists of: ``images`` or ``sequences``."""
-    return "sequences" if "context_length" in runner.train_dataloader.dataset.metainfo else "images"
-
-
-def highest_rate(runner: Any) -> float:
-    """Return the highest learning rate of all groups of parameters, before any schedule."""
-    return max(group.get("initial_lr", group["lr"]) for group in runner.optim_wrapper.param_groups)
-
-
-def dtype_of(runner: Any) -> str:
-    """Name the precision of a run."""
-    wrapper = runner.optim_wrapper
-    if isinstance(wrapper, AutocastOptimWrapper):
-        return "bfloat16 autocast"
-    if isinstance(wrapper, AmpOptimWrapper):  # mmengine's, for float16
-        return f"{wrapper.cast_dtype or torch.float16} autocast".removeprefix("torch.")
-    return "float32"
+from .optim import averaging_hooks
 
 
 def check_run(runner: Any, classes: Sequence[str] | None = None) -> None:
@@ -75,7 +34,7 @@ def check_run(runner: Any, classes: Sequence[str] | None = None) -> None:
             f"an epoch has {len(loader.sampler)} samples for each process, fewer than a batch of "
             f"{loader.batch_size}: give a smaller --batch-size"
         )
-    averages = [hook for hook in runner.hooks if isinstance(hook, EMAHook)]
+    averages = averaging_hooks(runner)
     if len(averages) > 1:  # each exchanges the model in training for its own average, and back
         raise InputError("several hooks average the weights: keep one, in default_hooks.ema")
     if not all(getattr(hook, "evaluate_on_ema", True) for hook in averages):
@@ -101,17 +60,6 @@ def check_run(runner: Any, classes: Sequence[str] | None = None) -> None:
     if isinstance(model, DistilledClassifier):
         check_same_classes("teacher", model.teacher.classes, loader.dataset)
         runner.message_hub.update_info("teacher", model.distillation["teacher"])  # for the record
-
-
-def warn_of_rate(runner: Any) -> None:
-    """Warn if the learning rate is for another number of images."""
-    scale, number = runner.auto_scale_lr or {}, samples_per_step(runner)
-    if not scale.get("enable") and number != scale.get("base_batch_size", number):
-        runner.logger.warning(
-            f"An optimiser step takes {number} {sample_noun(runner)}, but the learning rate is for "
-            f"{scale['base_batch_size']}: set optim_wrapper.accumulative_counts, or add "
-            "--auto-scale-lr if the recipe scales its rate."
-        )
 
 
 def check_dataset(dataset: Any, split: str, model: Any) -> None:
@@ -143,24 +91,37 @@ def check_same_classes(owner: str, classes: Sequence[str] | None, dataset: Any) 
         )
 
 
-def check_weights(model: nn.Module, checkpoint: dict) -> None:
-    """Check that a checkpoint has exactly the tensors of a model, trained for its arguments."""
+def check_weights(model: nn.Module, checkpoint: dict, resumes: bool = False) -> None:
+    """Check that a checkpoint has exactly the tensors of a model, trained for its arguments.
+
+    If a run ``resumes`` from it, the average of the weights also has the types of the model.
+    """
     weights = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, dict) else {}
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         raise InputError("the checkpoint holds no state dict: save `model.state_dict()`")
-    loaded = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
-    if faults := model_faults(join_state_dict(model.state_dict()), join_state_dict(loaded)):
-        raise InputError(f"the checkpoint is of another model: {faults}. Use its config")
+    wanted = model.state_dict()
+    found = {"checkpoint": {name.removeprefix("module."): t for name, t in weights.items()}}
+    if resumes and "ema_state_dict" in checkpoint:
+        saved = {n: t for n, t in checkpoint["ema_state_dict"].items() if n != "steps"}
+        found["average in the checkpoint"] = {
+            n.removeprefix("module."): t for n, t in saved.items()
+        }
+    for owner, loaded in found.items():
+        if faults := model_faults(join_state_dict(wanted), join_state_dict(loaded)):
+            raise InputError(f"the {owner} is of another model: {faults}. Use its config")
+        if resumes and any(loaded[name].dtype != each.dtype for name, each in wanted.items()):
+            raise InputError(f"the {owner} has other types than the model: resume another one")
     source, meta = Path("the checkpoint"), checkpoint.get("meta") or {}
     described = description_of(source, checkpoint).get("model_args")
     check_computation(model, described or meta.get("computation") or {}, source)
 
 
 def check_finite(runner: Any) -> None:
-    """Check the weights before they are saved, validated or grown."""
+    """Check the weights, and their average, before they are saved, validated or grown."""
     # A finite loss can have an infinite gradient, and infinite weights after the next step.
-    finite = torch.stack([tensor.isfinite().all() for tensor in runner.model.parameters()])
-    if not finite.all():
+    models = [runner.model, *(hook.ema_model for hook in averaging_hooks(runner))]
+    tensors = [tensor for model in models for tensor in model.parameters()]
+    if not torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
         raise diverged(runner, "the weights are not finite", runner.iter + 1)
 
 
@@ -186,7 +147,6 @@ class GuardHook(Hook):
     def before_train(self, runner) -> None:
         """Check that all parts of the run fit each other."""
         check_run(runner, self._classes if runner.cfg.resume else None)
-        warn_of_rate(runner)
 
     def before_test(self, runner) -> None:
         """Check that the test data have the classes of the head."""
@@ -196,7 +156,7 @@ class GuardHook(Hook):
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Refuse weights of another model."""
-        check_weights(unwrap(runner.model), checkpoint)
+        check_weights(unwrap(runner.model), checkpoint, runner.cfg.resume)
         self._classes = ((checkpoint.get("meta") or {}).get("dataset_meta") or {}).get("classes")
 
     def before_val(self, runner) -> None:
@@ -206,9 +166,10 @@ class GuardHook(Hook):
 
 def losses_are_due(runner: Any, batch_idx: int) -> bool:
     """Tell whether the losses are read: for the logger, each 100 iterations, and after an epoch."""
-    intervals = {hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook)} | {100}
+    logger = runner.cfg.default_hooks.get("logger") or {}
     done = batch_idx + 1
-    return done == len(runner.train_dataloader) or any(done % n == 0 for n in intervals)
+    due = done % logger.get("interval", 100) == 0 or done % 100 == 0
+    return due or done == len(runner.train_dataloader)
 
 
 @HOOKS.register_module()
@@ -219,10 +180,13 @@ class LazyRuntimeInfoHook(RuntimeInfoHook):
     """
 
     def before_run(self, runner) -> None:
-        """Note the seed of the first process: a nested model draws its sizes from it everywhere."""
+        """Note the seed of the first process, from which data and nested models draw everywhere."""
         super().before_run(runner)
         by_rank = (runner.cfg.get("randomness") or {}).get("diff_rank_seed", False)
-        runner.message_hub.update_info("seed", runner.seed - (runner.rank if by_rank else 0))
+        seed = runner.seed - (runner.rank if by_rank else 0)
+        runner.message_hub.update_info("seed", seed)
+        if isinstance(dataset := runner.train_dataloader.dataset, Seeded):
+            dataset.seed = seed
 
     def before_train(self, runner) -> None:
         """Begin with nothing to read."""
@@ -264,80 +228,3 @@ class LazyRuntimeInfoHook(RuntimeInfoHook):
                 runner.message_hub.update_scalar(f"train/{name}", number)
                 if name == "loss" and not math.isfinite(number):
                     raise diverged(runner, f"the loss is {number}", iteration)
-
-
-def describe_run(runner: Any) -> str:
-    """Describe a run before it starts: what is trained, on what, how long, and where."""
-    noun, parameters = sample_noun(runner), [*runner.model.parameters()]
-    trained = sum(each.numel() for each in parameters if each.requires_grad)
-    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    part = runner.cfg.model.get("backbone") or runner.cfg.model
-    data = f"{len(runner.train_dataloader.dataset):,} training"
-    if runner.val_loop is not None:
-        data += f" and {len(runner.val_dataloader.dataset):,} validation"
-    length = f"{runner.max_iters:,} steps"
-    if not by_iteration(runner):
-        steps = runner.max_iters // accumulation(runner)
-        length = f"{steps:,} steps in {runner.max_epochs} epochs"
-    if runner.iter >= runner.max_iters:
-        length += "; finished, so nothing is trained"
-    elif runner.iter:
-        length += f"; continues after iteration {runner.iter:,}"
-    lines = {
-        "config": runner.cfg.filename,
-        "model": part.get("model_name") or part.get("type"),
-        "parameters": f"{sum(map(Tensor.numel, parameters)):,}, {trained:,} of them trained",
-        "data": f"{data} {noun}",
-        "device": f"{machine}; processes: {runner.world_size}; {dtype_of(runner)}",
-        "step": f"{samples_per_step(runner):,} {noun} (batches accumulated: "
-        f"{accumulation(runner)}); {type(runner.optim_wrapper.optimizer).__name__}, learning rate "
-        f"{highest_rate(runner):.3g}",
-        "length": length,
-        "results": f"{runner.work_dir} (log: {Path(runner.log_dir).name}/)",
-        "to resume": "the same command with --resume",
-    }
-    return "\n".join(["Training:", *(f"  {name:<11} {text}" for name, text in lines.items())])
-
-
-@HOOKS.register_module()
-class ProgressHook(Hook):
-    """Describe the run at its start, then show its speed, of all processes together, and its ETA.
-
-    On a terminal, a bar shows the whole run; its ETA includes validations.
-    """
-
-    def before_train(self, runner) -> None:
-        """Describe the run, and open the bar at the iteration where it continues."""
-        length = runner.train_dataloader.dataset.metainfo.get("context_length")
-        self._unit = "tokens/s" if length else "images/s"
-        samples = samples_per_step(runner) * (length or 1)
-        # In a run by epochs, an iteration is one batch.
-        self._number = samples if by_iteration(runner) else samples // accumulation(runner)
-        self._done, self._open = 0, ExitStack()
-        runner.logger.info(describe_run(runner))
-        self._bar = tqdm(
-            total=runner.max_iters,
-            initial=runner.iter,
-            disable=not is_main_process() or None,  # None: where standard error is no terminal
-            dynamic_ncols=True,
-            desc="training",
-            smoothing=0,  # the mean since the start, so that it includes validations
-        )
-        self._open.enter_context(self._bar)
-        if not self._bar.disable:
-            self._open.enter_context(logging_redirect_tqdm([runner.logger]))
-
-    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
-        """Advance the bar; where the losses are read, log the speed."""
-        self._done += 1
-        self._bar.update()
-        if not losses_are_due(runner, batch_idx):
-            return
-        hub = runner.message_hub
-        seconds = hub.get_scalar("train/time").mean(self._done)  # without validations
-        hub.update_scalar(f"train/{self._unit}", self._number / max(seconds, 1e-9))
-        self._done = 0
-
-    def after_train(self, runner) -> None:
-        """Close the bar."""
-        self._open.close()

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from tokenformer_vit.models.compilation import BLOCKS
 
+from .distributed import unwrap
 from .engine import (
     CONSTRUCTORS,
     HOOKS,
@@ -72,7 +73,8 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
     mmengine makes a group for each parameter, and PyTorch's optimisers update one group at a time.
     ``fused`` or ``foreach`` in the optimiser's config overrides the implementation, unless it is
-    None. With timm's ``Muon``, the matrices of the blocks have ``use_muon=True``.
+    None. With timm's ``Muon``, the matrices of the blocks have ``use_muon=True``. What the model's
+    ``no_weight_decay()`` names does not decay, unless a key of the config speaks of it.
     """
 
     def add_params(self, params: list, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -95,9 +97,11 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         if has_fused and "foreach" not in cfg:
             cfg.setdefault("fused", True)
         self.optimizer_cfg = cfg
-        if cfg["type"] is Muon:
-            # Without any key, mmengine would make one group without add_params().
-            self.paramwise_cfg = {"custom_keys": {}, **self.paramwise_cfg}
+        keys = (self.paramwise_cfg or {}).get("custom_keys") or {}
+        names = [name for name in _undecayed(unwrap(model)) if not any(key in name for key in keys)]
+        # Without any key, mmengine would make one group without add_params().
+        keys = {**keys, **{name: {"decay_mult": 0.0} for name in names}}
+        self.paramwise_cfg = {**self.paramwise_cfg, "custom_keys": keys}
         return super().__call__(model)
 
 
@@ -106,6 +110,14 @@ class MergedLayerDecayConstructor(
     MergedOptimWrapperConstructor, LearningRateDecayOptimWrapperConstructor
 ):
     """mmpretrain's constructor of layer-wise learning rates, with one group for each setting."""
+
+
+def _undecayed(model: nn.Module) -> Iterator[str]:
+    """Yield the parameters that the modules of timm in a model would not let decay."""
+    modules: Any = model.named_modules()
+    for prefix, module in modules:
+        if hasattr(module, "no_weight_decay"):
+            yield from (f"{prefix}.{name}".lstrip(".") for name in module.no_weight_decay())
 
 
 def _choose_matrices(groups: Iterable[dict[str, Any]], model: nn.Module) -> None:
@@ -136,25 +148,36 @@ def _merge(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return list(merged.values())
 
 
+def scheduled_names(runner: Any) -> set[str]:
+    """Return what the schedules of a run change in its groups of parameters; the rate is one."""
+    return {"lr", *(each.param_name for each in runner.param_schedulers or ())}
+
+
 def keep_settings(runner: Any, saved: Iterable[dict[str, Any]]) -> None:
     """Put the settings of a run's optimiser into saved groups, which PyTorch would take over."""
     optimizer = runner.optim_wrapper.optimizer
-    scheduled = {"lr", *(each.param_name for each in runner.param_schedulers or ())}
     for group, before in zip(optimizer.param_groups, saved, strict=False):
-        own = (optimizer.defaults.keys() & group.keys()) - scheduled
+        own = (optimizer.defaults.keys() & group.keys()) - scheduled_names(runner)
         before.update({key: group[key] for key in own})
 
 
-def follow_config(runner: Any, rates: Iterable[float]) -> None:
-    """Bring the rate of a resumed run from where its checkpoint has it to where its config has it.
+def unscheduled(runner: Any) -> list[dict[str, Any]]:
+    """Return what the config sets of what schedules change, for each group of parameters."""
+    groups = runner.optim_wrapper.optimizer.param_groups
+    names = scheduled_names(runner)
+    return [{name: each.get(f"initial_{name}", each[name]) for name in names} for each in groups]
 
-    ``rates`` are those of the groups in the config, before any schedule.
+
+def follow_config(runner: Any, settings: Iterable[Mapping[str, Any]]) -> None:
+    """Bring the schedules of a resumed run from where its checkpoint has them to its config's.
+
+    ``settings`` are those that :func:`unscheduled` returned before the checkpoint was loaded.
     """
     schedules = runner.param_schedulers or []
     if any(isinstance(each, ReduceOnPlateauParamScheduler) for each in schedules):
         return  # what it does depends on validations
-    for group, rate in zip(runner.optim_wrapper.optimizer.param_groups, rates, strict=True):
-        group["lr"] = group["initial_lr"] = rate
+    for group, own in zip(runner.optim_wrapper.optimizer.param_groups, settings, strict=True):
+        group.update({**own, **{f"initial_{name}": value for name, value in own.items()}})
     if not schedules:
         return
     schedules = runner.build_param_scheduler(runner.cfg.param_scheduler)
@@ -182,6 +205,11 @@ def align_schedulers(runner: Any) -> None:
         if least := getattr(scheduler, "min_values", None):  # a plateau would skip new groups
             state["min_values"] = least + least[-1:] * (len(groups) - len(least))
         scheduler.load_state_dict(state)
+
+
+def averaging_hooks(runner: Any) -> list[Any]:
+    """Return the hooks of a run that average its weights: none or one, ours or mmengine's."""
+    return [hook for hook in runner.hooks if isinstance(hook, EMAHook)]
 
 
 @MODELS.register_module()
@@ -222,23 +250,33 @@ class AccumulationEMAHook(EMAHook):
     """
 
     def __init__(self, validated: bool = True, **kwargs: Any) -> None:
-        # Otherwise a resumed average keeps its first values where the checkpoint has none.
-        super().__init__(**{"ema_type": "ForeachMovingAverage", "strict_load": True, **kwargs})
+        super().__init__(**{"ema_type": "ForeachMovingAverage", **kwargs})
         self.validated = validated
 
     def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
         """Add both models, and say which one ``state_dict`` is."""
-        checkpoint["meta"]["averaged"] = self.validated
-        super().before_save_checkpoint(runner, checkpoint)
+        average, model = self.ema_model.module.state_dict(), checkpoint["state_dict"]
+        first, second = (average, model) if self.validated else (model, average)
+        checkpoint["meta"]["averaged"], checkpoint["state_dict"] = self.validated, first
+        second = {f"module.{name}": tensor for name, tensor in second.items()}
+        checkpoint["ema_state_dict"] = {"steps": self.ema_model.steps, **second}
+
+    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
+        """Take the average of a run that resumes; else it starts from the loaded weights."""
+        average = checkpoint["state_dict"]
+        if runner._resume and "ema_state_dict" in checkpoint:
+            saved = checkpoint["ema_state_dict"]
+            self.ema_model.steps.copy_(saved.pop("steps"))
+            other = {name.removeprefix("module."): tensor for name, tensor in saved.items()}
+            if checkpoint["meta"].get("averaged", True):  # now it may be otherwise
+                checkpoint["state_dict"] = other
+            else:
+                average = other
+        self.ema_model.module.load_state_dict(average)
 
     def _swap_ema_parameters(self) -> None:
         if self.validated:
             super()._swap_ema_parameters()
-
-    def _swap_ema_state_dict(self, checkpoint: dict) -> None:
-        # A run may be resumed with another ``validated`` than that of its checkpoint.
-        if checkpoint["meta"].get("averaged", True):
-            super()._swap_ema_state_dict(checkpoint)
 
     def after_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         """Average, if this iteration ended with an optimiser step."""

@@ -1,35 +1,188 @@
-"""Results of a run: curves, weights for timm, and a record."""
+"""What a run tells: facts, progress, curves, weights for timm, and a record."""
 
 import json
 import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from pathlib import Path
+from contextlib import ExitStack, suppress
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tokenformer_vit.errors import one_line
 from tokenformer_vit.models.checkpoints import describe_model
 from tokenformer_vit.records import environment, write_record
+from tokenformer_vit.vision.datasets import HUB
 
+from .config import datasets, listed, name_of
 from .distributed import unwrap
-from .engine import HOOKS, Hook, master_only
-from .export import (
-    as_timm_model,
-    export_classifier,
-    preprocessing,
-    resizes_with_opencv,
-    run_facts,
-    validated_model,
-)
-from .hooks import dtype_of, sample_noun, samples_per_step
-from .loop import by_iteration
+from .engine import HOOKS, Hook, is_main_process, master_only
+from .export import as_timm_model, export_classifier, preprocessing, resizes_with_opencv
+from .hooks import losses_are_due
+from .loop import by_iteration, validation_is_due
 from .metrics import RECONSTRUCTION, VAL_LOSS
 from .models.backbone import num_classes
+from .optim import AutocastOptimWrapper, averaging_hooks
+
+# Figures of a validation in the card, and their units.
+_RESULTS = {
+    "accuracy/top1": ("Top-1 accuracy", " %"),
+    "accuracy/top5": ("Top-5 accuracy", " %"),
+    VAL_LOSS: ("Cross-entropy", ""),
+    RECONSTRUCTION: ("Reconstruction loss of masked patches", ""),
+}
+
+
+def accumulation(runner: Any) -> int:
+    """Return the number of batches that make one optimiser step."""
+    return runner.optim_wrapper._accumulative_counts
+
+
+def validated_model(runner: Any) -> Any:
+    """Return the model that is validated: the averaged one, if there is an ``EMAHook`` for it."""
+    for hook in averaging_hooks(runner):
+        if getattr(hook, "validated", True):
+            return hook.ema_model.module
+    return unwrap(runner.model)
+
+
+def facts(runner: Any) -> dict[str, Any]:
+    """Return what is trained so far, on what and how: for terminal, card, checkpoint and record.
+
+    There are no paths in it, which may be private.
+    """
+    cfg, loader, wrapper = runner.cfg, runner.train_dataloader, runner.optim_wrapper
+    unit = "sequences" if "context_length" in loader.dataset.metainfo else "images"
+    part, data = (
+        cfg.model.get("backbone") or cfg.model,
+        next(datasets(cfg.train_dataloader.dataset)),
+    )
+    averaged = validated_model(runner) is not unwrap(runner.model)
+    dtype = getattr(wrapper, "cast_dtype", None)  # of mmengine's AmpOptimWrapper
+    if isinstance(wrapper, AutocastOptimWrapper):
+        dtype = torch.bfloat16
+    found = {
+        "config": PurePath(cfg.filename or "").name,
+        "model": part.get("model_name") or name_of(part.get("type")),
+        "data": ", ".join(PurePath(root).name for root in listed(data.get("data_root"))),
+        f"train_{unit}": len(loader.dataset),
+        f"val_{unit}": None if runner.val_loop is None else len(runner.val_dataloader.dataset),
+        "processes": runner.world_size,
+        "dtype": f"{dtype} autocast".removeprefix("torch.") if dtype else "float32",
+        f"{unit}_per_step": loader.batch_size * runner.world_size * accumulation(runner),
+        "optimizer": type(wrapper.optimizer).__name__,
+        "learning_rate": max(each.get("initial_lr", each["lr"]) for each in wrapper.param_groups),
+        "weights": "exponential moving average" if averaged else "those of the last step",
+        "seed": runner.seed,
+        "epochs": None if by_iteration(runner) else runner.epoch,
+        "iterations": runner.iter,
+    }
+    return {name: value for name, value in found.items() if value not in (None, "")}
+
+
+def card_of(runner: Any) -> dict[str, Any]:
+    """Return the sections of a model card; results only if the present weights were validated."""
+    data, scalars = runner.cfg.train_dataloader.dataset, runner.message_hub.log_scalars
+    sections: dict[str, Any] = {"Training": facts(runner)}
+    if runner.val_loop is not None and validation_is_due(runner.train_loop):
+        sections["Validation"] = {
+            title: f"{scalars[f'val/{key}'].current():.4g}{unit}"
+            for key, (title, unit) in _RESULTS.items()
+            if f"val/{key}" in scalars
+        }
+    inner, classes = next(datasets(data)), runner.train_dataloader.dataset.metainfo["classes"]
+    found = [HUB.fullmatch(str(root)) for root in listed(inner.get("data_root"))]
+    names = [each[1] for each in found if each]
+    if name_of(inner.type) == "ImageNet" and len(classes) == 1000:
+        names = ["imagenet-1k"]
+    return {**sections, "Dataset": names} if names else sections  # also into the front matter
+
+
+def _announce(runner: Any) -> None:
+    """Tell the log what will be trained, where and how long, and whether the rate fits the step."""
+    known, parameters = facts(runner), [*runner.model.parameters()]
+    trained = sum(each.numel() for each in parameters if each.requires_grad)
+    length = f"{runner.max_iters:,} steps"
+    if not by_iteration(runner):
+        steps = runner.max_iters // accumulation(runner)
+        length = f"{steps:,} steps in {runner.max_epochs} epochs"
+    if runner.iter >= runner.max_iters:
+        length += "; finished, so nothing is trained"
+    elif runner.iter:
+        length += f"; continues after iteration {runner.iter:,}"
+    lines = {
+        **known,
+        "config": runner.cfg.filename,
+        "parameters": f"{sum(map(torch.numel, parameters)):,}, {trained:,} of them trained",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "length": length,
+        "results": f"{runner.work_dir} (log: {Path(runner.log_dir).name}/)",
+        "to resume": "the same command with --resume",
+    }
+    told = [
+        f"  {name:<15} {text}"
+        for name, text in lines.items()
+        if name not in ("epochs", "iterations")
+    ]
+    runner.logger.info("\n".join(["Training:", *told]))
+    scale = runner.auto_scale_lr or {}
+    unit, number = next(each for each in known.items() if each[0].endswith("_per_step"))
+    if not scale.get("enable") and number != scale.get("base_batch_size", number):
+        runner.logger.warning(
+            f"An optimiser step takes {number} {unit.partition('_')[0]}, but the learning rate is "
+            f"for {scale['base_batch_size']}: set optim_wrapper.accumulative_counts, or add "
+            "--auto-scale-lr if the recipe scales its rate."
+        )
+
+
+@HOOKS.register_module()
+class ProgressHook(Hook):
+    """Describe the run at its start, then show its speed, of all processes together, and its ETA.
+
+    On a terminal, a bar shows the whole run; its ETA includes validations.
+    """
+
+    def before_train(self, runner) -> None:
+        """Describe the run, and open the bar at the iteration where it continues."""
+        length = runner.train_dataloader.dataset.metainfo.get("context_length")
+        self._unit = "tokens/s" if length else "images/s"
+        # In a run by epochs, an iteration is one batch.
+        batches = accumulation(runner) if by_iteration(runner) else 1
+        size = runner.train_dataloader.batch_size * runner.world_size * batches
+        self._number = size * (length or 1)
+        self._done, self._open = 0, ExitStack()
+        _announce(runner)
+        self._bar = tqdm(
+            total=runner.max_iters,
+            initial=runner.iter,
+            disable=not is_main_process() or None,  # None: where standard error is no terminal
+            dynamic_ncols=True,
+            desc="training",
+            smoothing=0,  # the mean since the start, so that it includes validations
+        )
+        self._open.enter_context(self._bar)
+        if not self._bar.disable:
+            self._open.enter_context(logging_redirect_tqdm([runner.logger]))
+
+    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
+        """Advance the bar; where the losses are read, log the speed."""
+        self._done += 1
+        self._bar.update()
+        if not losses_are_due(runner, batch_idx):
+            return
+        hub = runner.message_hub
+        seconds = hub.get_scalar("train/time").mean(self._done)  # without validations
+        hub.update_scalar(f"train/{self._unit}", self._number / max(seconds, 1e-9))
+        self._done = 0
+
+    def after_train(self, runner) -> None:
+        """Close the bar."""
+        self._open.close()
 
 
 @HOOKS.register_module()
@@ -68,8 +221,8 @@ class ResultsHook(Hook):
 
     def export(self, runner) -> None:
         """Write the validated model into the work directory."""
-        metainfo, facts = runner.train_dataloader.dataset.metainfo, run_facts(runner)
-        export_classifier(validated_model(runner), runner.cfg, metainfo, runner.work_dir, facts)
+        metainfo, card = runner.train_dataloader.dataset.metainfo, card_of(runner)
+        export_classifier(validated_model(runner), runner.cfg, metainfo, runner.work_dir, card)
 
     @master_only
     def after_train(self, runner) -> None:
@@ -94,7 +247,7 @@ class ResultsHook(Hook):
 
     def _record(self, runner, logged_mib: int) -> dict[str, Any]:
         """Return the content of ``record.json``; ``logged_mib`` is the peak memory in the log."""
-        unit, hub = sample_noun(runner), runner.message_hub
+        hub = runner.message_hub
         loss = hub.log_scalars["train/loss"].data[0]
         noted = ("growth", "flops", "compression", "teacher", "config_changes")  # by other hooks
         figures = {
@@ -104,15 +257,8 @@ class ResultsHook(Hook):
         }
         record = {
             **self._environment,
-            "config": Path(runner.cfg.filename or "").name,
-            "processes": runner.world_size,
-            "dtype": dtype_of(runner),
-            f"{unit}_per_step": samples_per_step(runner),
-            "seed": runner.seed,
+            **facts(runner),
             "n": 1,
-            f"train_{unit}": len(runner.train_dataloader.dataset),
-            **({} if by_iteration(runner) else {"epochs": runner.epoch}),
-            "iterations": runner.iter,
             **{key: hub.runtime_info[key] for key in noted if key in hub.runtime_info},
             "resumed_at_iteration": self._first,
             "seconds": round(time.monotonic() - self._start, 1),

@@ -7,9 +7,8 @@ from tokenformer_vit.language import check_tokens_agree, load_tokenizer, save_la
 
 from ..distributed import unwrap
 from ..engine import HOOKS
-from ..export import validated_model
 from ..hooks import GuardHook
-from ..reports import ResultsHook
+from ..reports import ResultsHook, validated_model
 from .model import CausalLM
 
 

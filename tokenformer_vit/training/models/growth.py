@@ -18,10 +18,10 @@ from tokenformer_vit.models.compilation import BLOCKS
 from tokenformer_vit.models.sizes import at_size
 
 from ..distributed import unwrap
-from ..engine import HOOKS, EMAHook, Hook, is_model_wrapper
+from ..engine import HOOKS, Hook, is_model_wrapper
 from ..hooks import check_finite, losses_are_due
 from ..loop import by_iteration
-from ..optim import align_schedulers
+from ..optim import align_schedulers, averaging_hooks
 from .nested import NestedTraining
 
 _UNITS = {"epoch", "iteration"}
@@ -141,7 +141,7 @@ class GrowthHook(Hook):
         self.grow_model(model, sizes, seed, optimizer)
         if self.how.get("freeze") and self._train_head and hasattr(model, "head"):
             model.head.requires_grad_()  # a language model keeps its frozen head
-        for average in _averages(runner):
+        for average in (hook.ema_model for hook in averaging_hooks(runner)):
             self.grow_model(average.module, sizes, seed, None)
             average.module.requires_grad_(False)
             parameters = dict(average.module.named_parameters())
@@ -155,11 +155,6 @@ class GrowthHook(Hook):
 def _sizes(event: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes of an entry of a schedule."""
     return {key: value for key, value in event.items() if key not in _UNITS}
-
-
-def _averages(runner) -> list[Any]:
-    """Return mmengine's wrapper of the averaged model, if there is one."""
-    return [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]
 
 
 def _count(model: nn.Module) -> int:
