@@ -6,6 +6,11 @@ registries and replaces nothing.
 
 # ruff: noqa: F401
 
-from . import checkpoint, distributed, hooks, loop, metrics, optim, reports, runner
-from .data import augment, images, mixing, sampler
-from .models import backbone, distillation, growth, mae, nested
+import warnings
+
+with warnings.catch_warnings():
+    # mmcv-lite has no compiled operators, and needs none here.
+    warnings.filterwarnings("ignore", message="Fail to import ``MultiScaleDeformable")
+    from . import checkpoint, distributed, hooks, loop, metrics, optim, reports, runner
+    from .data import augment, images, mixing, sampler
+    from .models import backbone, distillation, growth, mae, nested

@@ -6,8 +6,6 @@ mmpretrain.
 
 # ruff: noqa: F401
 
-import warnings
-
 from mmcv.transforms import BaseTransform
 from mmengine.config import Config, ConfigDict, DictAction
 from mmengine.dataset import Compose, DefaultSampler, default_collate, force_full_init
@@ -79,7 +77,4 @@ from mmpretrain.models.utils import build_2d_sincos_position_embedding
 from mmpretrain.registry import DATASETS, METRICS, MODELS, TRANSFORMS
 from mmpretrain.utils import register_all_modules
 
-with warnings.catch_warnings():
-    # mmcv-lite has no compiled operators, and needs none here.
-    warnings.filterwarnings("ignore", message="Fail to import ``MultiScaleDeformable")
-    register_all_modules(init_default_scope=False)
+register_all_modules(init_default_scope=False)

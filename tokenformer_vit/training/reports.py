@@ -125,7 +125,7 @@ def _announce(runner: Any) -> None:
         "to resume": "the same command with --resume",
     }
     told = [
-        f"  {name:<15} {text}"
+        f"  {name:<18}  {text}"
         for name, text in lines.items()
         if name not in ("epochs", "iterations")
     ]
