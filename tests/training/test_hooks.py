@@ -1,17 +1,23 @@
 """A run is checked before it starts, stops when it diverges, and shows how it goes."""
 
+import functools
 import io
 import logging
 import os
 import pickle
 import re
 import sys
+import threading
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from mmengine.logging import MessageHub
+from mmengine.logging import HistoryBuffer, MessageHub
 from mmengine.optim import OptimWrapper
+from mmpretrain.registry import MODELS
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.training import hooks, reports
@@ -101,7 +107,7 @@ def test_the_terminal_begins_with_what_matters(trained):
     lines = trained.output.splitlines()
     (start,) = [index for index, line in enumerate(lines) if line.endswith("Training:")]
     assert any("takes 16 images, but the learning rate is for 64" in line for line in lines)
-    facts = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in lines[start + 1 :][:16])
+    facts = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in lines[start + 1 :][:17])
     told = {
         "config": str(trained.config),
         "parameters": "19,875, 19,875 of them trained",
@@ -111,6 +117,16 @@ def test_the_terminal_begins_with_what_matters(trained):
     }
     assert facts.items() >= told.items()
     assert len(lines) < 60  # not hundreds, with the config, the environment and the hooks
+
+
+@contextmanager
+def serve(folder):
+    """Serve the files of a folder by HTTP, on this machine alone."""
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 class Terminal(io.StringIO):
@@ -174,6 +190,40 @@ def test_a_checkpoint_runs_no_code(config, data_root, tmp_path):
             run_training(cfg)
     assert not mark.exists()
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+
+
+def test_a_model_starts_from_a_checkpoint_of_mmengines_own_runner(config, data_root, tmp_path):
+    """It has the log and numbers of NumPy; another file was read before it."""
+    cfg = load_config(config, {"train_cfg.max_epochs": 1}, str(data_root), str(tmp_path))
+    cfg.param_scheduler = []
+    head = MODELS.build({**cfg.model, "data_preprocessor": cfg.data_preprocessor}).head
+    buffer = HistoryBuffer([1.0], [1])
+    weights = {f"head.{name}": each + 1 for name, each in head.state_dict().items()}
+    content = {"state_dict": weights, "message_hub": {"log_scalars": {"train/loss": buffer}}}
+    torch.save({**content, "meta": {"best": np.float64(1)}}, tmp_path / "stock.pth")
+    cfg.model.head.init_cfg = {
+        "type": "Pretrained",
+        "checkpoint": str(tmp_path / "stock.pth"),
+        "prefix": "head.",
+    }
+    cfg.optim_wrapper.optimizer.lr = 0.0
+    for _ in range(2):
+        load_plain_checkpoint(str(tmp_path / "stock.pth"))
+        run_training(cfg)
+    trained = torch.load(tmp_path / "epoch_1.pth", weights_only=True)["state_dict"]
+    assert torch.equal(trained["head.fc.bias"], weights["head.fc.bias"])
+
+
+def test_a_checkpoint_is_read_from_a_url_and_names_are_not_unique(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        torch.save({"state_dict": {"x": torch.tensor(number)}}, folder / "epoch_1.pth")
+    with serve(tmp_path) as address:
+        for number in (0, 1, 0):
+            content = load_plain_checkpoint(f"{address}/{number}/epoch_1.pth")
+            assert content["state_dict"]["x"] == number
 
 
 def test_text_that_mmengine_would_run_as_a_config_is_dropped(tmp_path):

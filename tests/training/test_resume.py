@@ -256,8 +256,19 @@ def lines_of(output):
     return re.findall(r"^  (\S+(?: \S+)*?): (.*) -> (.*)$", output, re.MULTILINE)
 
 
-def test_a_run_is_extended_at_another_rate_and_says_so(train, tmp_path):
-    """Within an epoch and after its end; with a scaled floor of the rate."""
+DECAY = """
+param_scheduler = [
+    *_base_.param_scheduler,
+    dict(
+        type="CosineAnnealingParamScheduler", param_name="weight_decay", eta_min=0.3, by_epoch=True
+    ),
+]
+"""
+
+
+def test_a_run_is_extended_at_another_rate_and_says_so(train, own, tmp_path):
+    """Within an epoch and after its end; with a scaled floor of the rate, and a growing decay."""
+    train = train.of(own(DECAY))
     options = ("--auto-scale-lr", "--cfg-options", *BY_ITERATION[:2])
     options += ("default_hooks.checkpoint.max_keep_ckpts=-1", SHORTENED[0])
     longer = (*options, "train_cfg.max_epochs=5", "optim_wrapper.optimizer.lr=5e-4")
@@ -275,6 +286,11 @@ def test_a_run_is_extended_at_another_rate_and_says_so(train, tmp_path):
     for folder, start in ((rest, 4), (run, 9)):
         found = {n: rate for n, rate in rates(folder).items() if n > start}
         assert found == pytest.approx({n: expected[n] for n in range(start + 1, 16)}, rel=1e-6)
+        decays = [
+            [group["weight_decay"] for group in last_checkpoint(each)["optimizer"]["param_groups"]]
+            for each in (folder, tmp_path / "whole")
+        ]
+        assert decays[0] == pytest.approx(decays[1], rel=1e-6)
     (change,) = json.loads((run / "record.json").read_text())["config_changes"]
     assert change["iteration"] == 9
     assert change["changes"]["train_cfg.max_epochs"] == [3, 5]
@@ -369,6 +385,36 @@ def test_a_damaged_state_is_refused(train, run, message):
     DAMAGES[message](content)
     torch.save(content, run / "epoch_3.pth")
     assert message.removeprefix("module.") in train.fails(run, "--resume")
+
+
+def test_what_waits_for_a_step_is_saved_when_a_run_stops_early(train, own, tmp_path):
+    """Of the five batches of a step, two belong to the first epoch, and two follow its end."""
+    hook = {"type": "EarlyStoppingHook", "monitor": "accuracy/top1", "min_delta": 200}
+    more = f"custom_hooks = [{ {**hook, 'rule': 'greater', 'patience': 1}!r}]"
+    options = ("--cfg-options", "optim_wrapper.accumulative_counts=5", "train_cfg.max_epochs=9")
+    train.of(own(more))(tmp_path / "run", *options)
+    assert last_checkpoint(tmp_path / "run")["meta"]["epoch"] == 2
+    assert (tmp_path / "run" / "epoch_2.pth").is_file()
+
+
+TIMM = """
+pipeline = [dict(type="LoadImage"), dict(type="PackInputs")]
+model = dict(
+    _delete_=True,
+    type="TimmClassifier",
+    **dict(model_name="vit_tiny_patch16_224", img_size=8, patch_size=4, num_classes=3),
+    **dict(embed_dim=24, depth=1, num_heads=2, loss=dict(type="CrossEntropyLoss")),
+)
+train_dataloader = dict(dataset=dict(pipeline=pipeline))
+"""
+
+
+def test_a_model_that_renames_its_tensors_is_averaged_saved_and_resumed(train, own, tmp_path):
+    train = train.of(own(TIMM))
+    train(tmp_path / "whole", *OPTIONS[:1], "default_hooks.checkpoint.max_keep_ckpts=9")
+    train(tmp_path / "rest", "--resume", str(tmp_path / "whole" / "epoch_2.pth"))
+    assert losses(tmp_path / "rest").items() <= losses(tmp_path / "whole").items()
+    same_weights(*(last_checkpoint(tmp_path / name) for name in ("whole", "rest")))
 
 
 def test_what_a_killed_run_did_not_delete_is_deleted(train, run):

@@ -3,15 +3,19 @@
 They are read without running code, and have tensors and plain values only.
 """
 
+import hashlib
+import os
 import random
 import re
 import signal
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from timm.models._hub import download_cached_file  # it has no public name
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
@@ -104,6 +108,7 @@ class ExactCheckpointHook(CheckpointHook):
             each.worker_init_fn = runner.termination.patient(each.worker_init_fn)
         if self._resumed is None:
             return
+        info["last_ckpt"] = runner.cfg.load_from  # its folder may have moved
         if (before := self._resumed["samples"]) != len(loader.dataset):
             raise InputError(
                 f"the checkpoint is of a run on {before} training samples, and there are "
@@ -166,7 +171,7 @@ class ExactCheckpointHook(CheckpointHook):
             return
         meta = {"epoch": runner.epoch, "iter": runner.iter + 1}
         if self._waiting is not None:
-            self._save_checkpoint_with_step(runner, self._waiting, meta)
+            self._save_step(runner, self._waiting, meta)
         if self._stopping:
             path = self._save(runner, STOPPED, meta)
             runner.logger.info(
@@ -175,6 +180,12 @@ class ExactCheckpointHook(CheckpointHook):
             )
             barrier()  # a launcher stops all processes as soon as one of them ends
             raise SystemExit(128 + signal.SIGTERM)  # as shells report a process that it ended
+
+    def after_train(self, runner) -> None:
+        """Save what still waits for a step: early stopping ends a run within one."""
+        if self._waiting is not None:
+            self._save_step(runner, self._waiting, {"epoch": runner.epoch, "iter": runner.iter})
+        super().after_train(runner)
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Read our part of a checkpoint, and convert the rest for mmengine."""
@@ -230,10 +241,14 @@ class ExactCheckpointHook(CheckpointHook):
             checkpoint[DESCRIPTION] = {**description, "card": {"Training": known}}
 
     def _save_checkpoint_with_step(self, runner, step: int, meta: dict) -> None:
-        self._waiting = None if runner.optim_wrapper.should_update() else step
-        if self._waiting is not None:
-            return
-        expired = []
+        if runner.optim_wrapper.should_update():
+            self._save_step(runner, step, meta)
+        else:
+            self._waiting = step
+
+    def _save_step(self, runner, step: int, meta: dict) -> None:
+        """Save the checkpoint of an epoch or iteration, and delete the expired one."""
+        self._waiting, expired = None, []
         if self.max_keep_ckpts > 0 and step not in self.keep_ckpt_ids:
             kept = [*self.keep_ckpt_ids, step]
             expired = kept[: -self.max_keep_ckpts]
@@ -411,20 +426,38 @@ _SKIPPED: list[Any] = [
 ]
 
 
+@contextmanager
+def safe_loading() -> Iterator[None]:
+    """Let no file run code inside the block, whoever loads it; mmengine has no other way."""
+    name, known = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", torch.serialization.get_safe_globals()
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:  # PyTorch forgets at the end of an inner block what an outer one added
+        with torch.serialization.safe_globals([each for each in _SKIPPED if each not in known]):
+            yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
 def load_plain_checkpoint(filename: str) -> dict[str, Any]:
-    """Load a checkpoint of tensors and plain values, or of mmengine, without running code.
+    """Load a file or URL of tensors and plain values, or of mmengine, without running code.
 
     A checkpoint of timm gives ``state_dict`` with mmpretrain's names, ``meta`` with the class names
     of its export, and its description under ``DESCRIPTION``.
     """
+    if filename.startswith(("https://", "http://")):  # one folder each: names are not unique
+        digest = hashlib.sha256(filename.encode()).hexdigest()
+        filename = download_cached_file(filename, cache_dir=f"{torch.hub.get_dir()}/{digest}")
     path = Path(filename).expanduser()
-    with torch.serialization.safe_globals(_SKIPPED):
+    with safe_loading():
         checkpoint: dict[str, Any] = read_checkpoint(path)
     weights = checkpoint.get("state_dict", checkpoint)
-    # A tensor of each of timm's ViTs. In a classifier of mmpretrain it is in `backbone.`.
-    if path.suffix == ".safetensors" or (
-        isinstance(weights, dict) and "patch_embed.proj.weight" in weights
-    ):
+    # A tensor of each of timm's ViTs. In a classifier of mmpretrain it is in `backbone.`, but for
+    # TimmClassifier, whose runs have a log.
+    of_timm = isinstance(weights, dict) and "patch_embed.proj.weight" in weights
+    if path.suffix == ".safetensors" or (of_timm and "message_hub" not in checkpoint):
         description = description_of(path, checkpoint)
         checkpoint = {"state_dict": classifier_state_dict(state_dict_in(checkpoint, path))}
         if names := description.get("label_names"):

@@ -124,11 +124,7 @@ def _announce(runner: Any) -> None:
         "results": f"{runner.work_dir} (log: {Path(runner.log_dir).name}/)",
         "to resume": "the same command with --resume",
     }
-    told = [
-        f"  {name:<18}  {text}"
-        for name, text in lines.items()
-        if name not in ("epochs", "iterations")
-    ]
+    told = [f"  {name:<18}  {text}" for name, text in lines.items()]
     runner.logger.info("\n".join(["Training:", *told]))
     scale = runner.auto_scale_lr or {}
     unit, number = next(each for each in known.items() if each[0].endswith("_per_step"))

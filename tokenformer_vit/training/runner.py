@@ -9,16 +9,14 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
-from unittest import mock
 
-import timm.layers
 import torch
 from torch import Tensor, nn
 
 from tokenformer_vit.files import whole_file
 
-from .checkpoint import load_plain_checkpoint
-from .config import listed
+from .checkpoint import load_plain_checkpoint, safe_loading
+from .config import listed, name_of
 from .data.sampler import seeded_loader
 from .distributed import unwrap
 from .engine import (
@@ -101,21 +99,11 @@ def _start_worker(start: Callable[[int], None] | None, running: Tensor, worker_i
 class TrainingRunner(Runner):
     """mmengine's runner: exact resume, files that run no code, and little on the terminal."""
 
-    begin: Callable[[], None] | None = None  # called once all checks of a training have passed
+    _built = False
 
     def __init__(self, *args: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
-        self._built, self.termination = False, Termination()
-        seed = (kwargs.get("randomness") or {}).get("seed") or 0
-        kind = (kwargs.get("optim_wrapper") or {}).get("type")
-        fused = timm.layers.use_fused_attn()
-        if kind == AutocastOptimWrapper.__name__ and not torch.cuda.is_available():
-            # The backward pass of fused attention is slow on a CPU in bfloat16.
-            timm.layers.set_fused_attn(False)
-        try:
-            loader = seeded_loader(train_dataloader, seed)
-            super().__init__(*args, train_dataloader=loader, **kwargs)
-        finally:
-            timm.layers.set_fused_attn(bool(fused))
+        self.termination = Termination()
+        super().__init__(*args, train_dataloader=seeded_loader(train_dataloader), **kwargs)
 
     def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
         """Build the logger, and keep the start of a run off the terminal."""
@@ -125,6 +113,16 @@ class TrainingRunner(Runner):
                 handler.addFilter(lambda record: self._built or record.levelno >= logging.WARNING)
         return logger
 
+    def build_model(self, model: Any) -> nn.Module:
+        """Build the model; fused attention is slow on a CPU in bfloat16, in the backward pass."""
+        built: Any = super().build_model(model)
+        wrapper = name_of((self.cfg.get("optim_wrapper") or {}).get("type"))
+        if wrapper == AutocastOptimWrapper.__name__ and not torch.cuda.is_available():
+            for module in built.modules():
+                if hasattr(module, "fused_attn"):
+                    module.fused_attn = False
+        return built
+
     def register_default_hooks(self, hooks: dict[str, Any] | None = None) -> None:
         """Register the hooks of a config; one that it sets to None does nothing."""
         given: Any = {name: hook or Hook() for name, hook in (hooks or {}).items()}
@@ -133,20 +131,11 @@ class TrainingRunner(Runner):
     def dump_config(self) -> None:
         """Write no config: the command has."""
 
-    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
-        """Let the log reach the terminal once everything is built; begin if no hook refuses."""
-        self._built |= fn_name == "before_run"
-        super().call_hook(fn_name, **kwargs)
-        if fn_name == "before_train" and self.begin:
-            self.begin()
-
     def train(self) -> nn.Module:
-        """Train; the signals that end a job are noted meanwhile."""
+        """Train; the signals that end a job are noted meanwhile, and files run no code."""
         # Once such a block is freed, glibc keeps up to 64 MiB that an iteration frees for the next.
         torch.empty(2**25 - 2**16, dtype=torch.uint8)
-        # Without running code in files, also where mmengine or mmpretrain loads them.
-        only = mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1")
-        with self.termination.noting(), only:
+        with self.termination.noting(), safe_loading():
             return super().train()
 
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -193,11 +182,27 @@ def scale_rates(cfg: Config) -> None:
     scale.update(enable=False, base_batch_size=images)  # mmengine would forget the accumulation
 
 
+class _BeginHook(Hook):
+    """Lets the log reach the terminal once all is built, and begins once all checks have passed."""
+
+    priority = "LOWEST"
+
+    def __init__(self, begin: Callable[[], None] | None) -> None:
+        self._begin = begin
+
+    def before_run(self, runner) -> None:
+        runner._built = True
+
+    def before_train(self, runner) -> None:
+        if self._begin:
+            self._begin()
+
+
 def run_training(cfg: Config, begin: Callable[[], None] | None = None) -> None:
     """Train what a config names; ``begin`` is called once all checks of the training passed."""
     scale_rates(cfg)
     runner: Any = TrainingRunner.from_cfg(cfg)
-    runner.begin = begin
+    runner.register_hook(_BeginHook(begin))
     runner.train()
     # Its workers, which persist between epochs, end with the last reference to a loader. In a
     # garbage collection PyTorch would wait for each of them for five seconds.

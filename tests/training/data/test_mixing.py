@@ -9,7 +9,11 @@ from mmpretrain.structures import DataSample
 from torch import nn
 
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.data.mixing import LabelHead, LabelPreprocessor
+from tokenformer_vit.training.data.mixing import (
+    BinaryCrossEntropy,
+    LabelHead,
+    LabelPreprocessor,
+)
 
 CLASSES = 5
 MIXUP, CUTMIX = {"type": "Mixup", "alpha": 0.8}, {"type": "CutMix", "alpha": 1.0}
@@ -59,6 +63,17 @@ def test_smoothed_labels_give_the_loss_of_mmpretrain_and_pytorch():
     scores = torch.rand(7, CLASSES).softmax(1)
     own = head.loss(features, scores)["loss"]
     torch.testing.assert_close(own, smoothed(head(features), scores))
+
+
+def test_binary_cross_entropy_smooths_mixed_labels_as_it_does_others():
+    loss = BinaryCrossEntropy(smoothing=0.1, target_threshold=None)
+    logits, labels = torch.randn(7, CLASSES), torch.randint(0, CLASSES, (7,))
+    scores = nn.functional.one_hot(labels, CLASSES).float()
+    torch.testing.assert_close(loss(logits, labels), loss(logits, scores))
+    assert loss(logits, scores) != BinaryCrossEntropy(target_threshold=None)(logits, scores)
+    mixed = (scores + scores.roll(1, 0)) / 2
+    halves = (loss(logits, labels) + loss(logits, labels.roll(1))) / 2
+    torch.testing.assert_close(loss(logits, mixed), halves)  # it is linear in the target
 
 
 @pytest.mark.parametrize("augments", [None, [MIXUP]])

@@ -84,7 +84,7 @@ class Seeded(Dataset):
     """A data set whose samples are drawn with random numbers of their own, by any pipeline.
 
     The global generators are seeded for each sample, or for each batch if the data set inside
-    fetches batches. All other attributes are those of that data set.
+    fetches batches. All other attributes are those of that data set. A run sets its own ``seed``.
     """
 
     def __init__(self, dataset: Any, seed: int = 0) -> None:
@@ -135,9 +135,9 @@ def seeded(*key: int) -> Iterator[None]:
             torch.set_rng_state(states[2])
 
 
-def seeded_loader(loader: Any, seed: int) -> Any:
+def seeded_loader(loader: Any) -> Any:
     """Put the data set of a loader's config inside :class:`Seeded` if it has our sampler."""
     kind = (loader.get("sampler") or {}).get("type") if isinstance(loader, dict) else None
     if kind not in (ResumableSampler, ResumableSampler.__name__):
         return loader
-    return {**loader, "dataset": {"type": Seeded, "dataset": loader["dataset"], "seed": seed}}
+    return {**loader, "dataset": {"type": Seeded, "dataset": loader["dataset"]}}
