@@ -18,9 +18,9 @@ from torch.utils.data import Subset
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import count_pairs, use_pairs
-from tokenformer_vit.training.distributed import unwrap
 from tokenformer_vit.training.language.data import TokenDataset
 from tokenformer_vit.training.language.model import CausalLM
+from tokenformer_vit.training.models.backbone import unwrap
 
 MASKS = "masks.pt"
 

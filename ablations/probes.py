@@ -43,8 +43,7 @@ from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.models.sizes import find_layers
 from tokenformer_vit.models.vit import ConvStem, draw_prefix_tokens
 from tokenformer_vit.training import export
-from tokenformer_vit.training.distributed import unwrap
-from tokenformer_vit.training.models.backbone import TimmClassificationBackbone
+from tokenformer_vit.training.models.backbone import TimmClassificationBackbone, unwrap
 
 HELD_OUT = 5000  # examples, but at most a tenth of a training set
 

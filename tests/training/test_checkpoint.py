@@ -84,7 +84,7 @@ def test_state_that_does_not_fit_is_found(run, name):
 @pytest.mark.parametrize(("words", "place"), [(624, 625), (624, -1), (600, 3)])
 def test_a_random_state_that_numpy_would_read_outside_of_is_found(run, words, place):
     resumed = {**RESUMED, "rng": [STATE, {"numpy": [[0] * words, place, 0, 0.0]}]}
-    assert f"at {place} of {words} words" in state_fault(run, checkpoint_of(run), resumed)
+    assert f"at {place} of {words} words" in str(state_fault(run, checkpoint_of(run), resumed))
 
 
 LAYOUTS = {

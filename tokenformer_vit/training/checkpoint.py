@@ -9,7 +9,7 @@ import random
 import re
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +29,6 @@ from tokenformer_vit.models.checkpoints import (
 )
 
 from .data.sampler import ResumableSampler
-from .distributed import unwrap
 from .engine import (
     HOOKS,
     WEIGHT_INITIALIZERS,
@@ -44,9 +43,10 @@ from .engine import (
     is_main_process,
     set_random_seed,
 )
-from .export import describe_classifier
+from .export import IMPOSSIBLE, describe_classifier
 from .hooks import check_finite
 from .loop import ResumableEpochLoop, by_iteration, validation_is_due
+from .models.backbone import unwrap
 from .optim import averaging_hooks, follow_config, keep_settings, unscheduled
 from .reports import facts
 
@@ -233,10 +233,12 @@ class ExactCheckpointHook(CheckpointHook):
         meta = checkpoint["meta"] = plain_values(checkpoint["meta"])
         if self._progress is not None:
             checkpoint["exact_resume"] = self._progress
-        description = describe_classifier(
-            unwrap(runner.model), runner.cfg, runner.train_dataloader.dataset.metainfo
-        )
-        if description is not None:
+        model = unwrap(runner.model)
+        if hasattr(getattr(model, "backbone", None), "exported"):
+            return  # the weights are not timm's, as those of LoRA
+        metainfo = runner.train_dataloader.dataset.metainfo
+        with suppress(*IMPOSSIBLE):
+            description = describe_classifier(model, runner.cfg, metainfo)
             known = facts(runner) | {"epochs": meta["epoch"], "iterations": meta["iter"]}
             checkpoint[DESCRIPTION] = {**description, "card": {"Training": known}}
 

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tokenformer_vit.errors import InputError
 
-from .engine import MODEL_WRAPPERS, Config, MMDistributedDataParallel, init_dist, is_model_wrapper
+from .engine import MODEL_WRAPPERS, Config, MMDistributedDataParallel, init_dist
 
 # Where each launcher says which process this is: in all, on its machine, and of how many.
 _VARIABLES = {
@@ -55,11 +55,6 @@ def start_processes(cfg: Config) -> None:
     os.environ.setdefault("MASTER_PORT", "29500")  # as in mmengine
     limit = how.get("timeout") and timedelta(seconds=how["timeout"])
     torch.distributed.init_process_group("gloo", timeout=limit)
-
-
-def unwrap(model: nn.Module) -> Any:
-    """Return the model inside a data-parallel wrapper, or the model itself."""
-    return model.module if is_model_wrapper(model) else model
 
 
 @MODEL_WRAPPERS.register_module()

@@ -95,18 +95,16 @@ def as_timm_model(classifier: Any) -> nn.Module:
     return model
 
 
-def describe_classifier(classifier: Any, cfg: Any, metainfo: dict) -> dict[str, Any] | None:
-    """Return the ``config.json`` of a classifier's export; None if its weights are not timm's."""
-    if hasattr(getattr(classifier, "backbone", None), "exported"):
-        return None
-    try:
-        check_exportable(classifier)
-        images = preprocessing(cfg)
-    except (InputError, KeyError):
-        return None
+# What may be raised for a classifier that timm cannot express.
+IMPOSSIBLE = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
+
+
+def describe_classifier(classifier: Any, cfg: Any, metainfo: dict) -> dict[str, Any]:
+    """Return the ``config.json`` of a classifier's export, or raise one of ``IMPOSSIBLE``."""
+    check_exportable(classifier)
     number = num_classes(classifier)
     names = metainfo["classes"] if number else None
-    return describe_model(classifier.backbone.model, number, names, images)
+    return describe_model(classifier.backbone.model, number, names, preprocessing(cfg))
 
 
 def export_classifier(

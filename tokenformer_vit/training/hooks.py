@@ -18,10 +18,9 @@ from tokenformer_vit.models.checkpoints import check_computation, description_of
 from tokenformer_vit.vision.datasets import folder_names
 
 from .data.sampler import Seeded
-from .distributed import unwrap
 from .engine import HOOKS, Hook, RuntimeInfoHook, all_reduce
 from .loop import by_iteration
-from .models.backbone import num_classes
+from .models.backbone import num_classes, unwrap
 from .models.distillation import DistilledClassifier, DistilledHead
 from .optim import averaging_hooks
 

@@ -13,7 +13,6 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from tokenformer_vit.models.compilation import BLOCKS
 
-from .distributed import unwrap
 from .engine import (
     CONSTRUCTORS,
     HOOKS,
@@ -28,6 +27,7 @@ from .engine import (
     ReduceOnPlateauParamScheduler,
     get_device,
 )
+from .models.backbone import unwrap
 
 # What a group says about its parameter, or what has become its rate and decay.
 _NO_SETTINGS = ("params", "param_name", "layer_id", "lr_mult", "decay_mult")

@@ -15,18 +15,16 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tokenformer_vit.errors import one_line
-from tokenformer_vit.models.checkpoints import describe_model
 from tokenformer_vit.records import environment, write_record
 from tokenformer_vit.vision.datasets import HUB
 
 from .config import datasets, listed, name_of
-from .distributed import unwrap
 from .engine import HOOKS, Hook, is_main_process, master_only
-from .export import as_timm_model, export_classifier, preprocessing, resizes_with_opencv
+from .export import IMPOSSIBLE, describe_classifier, export_classifier, resizes_with_opencv
 from .hooks import losses_are_due
 from .loop import by_iteration, validation_is_due
 from .metrics import RECONSTRUCTION, VAL_LOSS
-from .models.backbone import num_classes
+from .models.backbone import unwrap
 from .optim import AutocastOptimWrapper, averaging_hooks
 
 # Figures of a validation in the card, and their units.
@@ -202,13 +200,13 @@ class ResultsHook(Hook):
             runner.logger.warning(f"This run exports no model: {self.not_exported}")
 
     def prepare_export(self, runner) -> str | None:
-        """Convert the model as the export will; return why that is impossible, or None."""
-        model, cfg = unwrap(runner.model), runner.cfg
+        """Describe the model as the export will; return why that is impossible, or None."""
+        metainfo = runner.train_dataloader.dataset.metainfo
         try:
-            describe_model(as_timm_model(model), num_classes(model), None, preprocessing(cfg))
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            describe_classifier(unwrap(runner.model), runner.cfg, metainfo)
+        except IMPOSSIBLE as error:
             return f"{one_line(error)} ({type(error).__name__})"
-        if resizes_with_opencv(cfg):
+        if resizes_with_opencv(runner.cfg):
             runner.logger.warning(
                 "The test pipeline resizes with OpenCV, the exported model's with Pillow, which "
                 'smooths: for the same numbers use EvalTransform, or set backend="pillow"'

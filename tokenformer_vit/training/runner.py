@@ -18,7 +18,6 @@ from tokenformer_vit.files import whole_file
 from .checkpoint import load_plain_checkpoint, safe_loading
 from .config import listed, name_of
 from .data.sampler import seeded_loader
-from .distributed import unwrap
 from .engine import (
     Config,
     Hook,
@@ -29,6 +28,7 @@ from .engine import (
     get_world_size,
     master_only,
 )
+from .models.backbone import unwrap
 from .optim import AutocastOptimWrapper
 
 # SIGTERM ends a job of Slurm and others, USR1 is for `sbatch --signal=USR1@60`, and HUP ends a

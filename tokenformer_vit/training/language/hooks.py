@@ -5,9 +5,9 @@ from pathlib import Path
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import check_tokens_agree, load_tokenizer, save_language_model
 
-from ..distributed import unwrap
 from ..engine import HOOKS
 from ..hooks import GuardHook
+from ..models.backbone import unwrap
 from ..reports import ResultsHook, validated_model
 from .model import CausalLM
 

@@ -7,14 +7,14 @@ import timm
 import torch
 from timm.models import group_parameters
 from timm.models.deit import VisionTransformerDistilled
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
 from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.models.checkpoints import load_model
 
-from ..engine import MODELS, BaseModule
+from ..engine import MODELS, BaseModule, is_model_wrapper
 
 
 @MODELS.register_module()
@@ -61,7 +61,8 @@ class TimmClassificationBackbone(BaseModule):
         self.frozen = frozen
         if frozen:
             self.model.requires_grad_(False)
-        compile_blocks(self.model, compile)
+        if compile:
+            compile_blocks(self.model, compile)
 
     def init_weights(self) -> None:
         """Leave the weights as timm initialised or loaded them."""
@@ -102,3 +103,8 @@ def check_classifier(model: Any, name: str) -> None:
 def num_classes(classifier: Any) -> int:
     """Return the number of classes of a head; 0 without such a head, as of an autoencoder."""
     return getattr(getattr(classifier, "head", None), "num_classes", 0)
+
+
+def unwrap(model: nn.Module) -> Any:
+    """Return the model inside a data-parallel wrapper, or the model itself."""
+    return model.module if is_model_wrapper(model) else model

@@ -17,11 +17,11 @@ from tokenformer_vit.layers.pattention import join_state_dict
 from tokenformer_vit.models.compilation import BLOCKS
 from tokenformer_vit.models.sizes import at_size
 
-from ..distributed import unwrap
 from ..engine import HOOKS, Hook, is_model_wrapper
 from ..hooks import check_finite, losses_are_due
 from ..loop import by_iteration
 from ..optim import align_schedulers, averaging_hooks
+from .backbone import unwrap
 from .nested import NestedTraining
 
 _UNITS = {"epoch", "iteration"}
