@@ -26,8 +26,8 @@ def main(argv: list[str]) -> None:
     add("prompts", nargs="*", metavar="PROMPT", help="default: the lines of stdin")
     add("--tokenizer", type=Path, metavar="PATH", help="folder or file; default: MODEL")
     add("--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="default: 64")
-    add("--greedy", action="store_true", help="the most likely token each time")
-    add("--temperature", type=float, default=1.0, metavar="T", help="divides logits; 0: --greedy")
+    add("--temperature", type=float, default=1.0, metavar="T", help="divides logits; default: 1")
+    add("--greedy", action="store_const", dest="temperature", const=0, help="as --temperature 0")
     add("--top-k", type=whole_number(0), default=0, metavar="K", help="draw from K tokens only")
     add("--top-p", type=float, default=1.0, metavar="P", help="draw from total probability P only")
     add("--seed", type=whole_number(0), default=0, help="default: 0")
@@ -41,8 +41,7 @@ def main(argv: list[str]) -> None:
     model = language.load_language_model(args.model).to(args.device)
     tokenizer = language.load_tokenizer(args.tokenizer or args.model, model.config.vocab_size)
     drawn = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    greedy = args.greedy or not args.temperature
-    how = {"do_sample": False} if greedy else {"do_sample": True, **drawn}
+    how = {"do_sample": True, **drawn} if args.temperature else {"do_sample": False}
     how |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     streamer = TextStreamer(tokenizer, skip_special_tokens=True)  # type: ignore[arg-type]
     torch.manual_seed(args.seed)

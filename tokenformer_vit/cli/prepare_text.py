@@ -7,9 +7,7 @@
 A source is a file of text, .jsonl, .ndjson, .json, .csv or .parquet (also .gz, .zst), or a folder
 of them. A text file is one document, unless --documents divides it. The end of each long document
 is held out, and of short ones those that a hash of their content picks; or --val names other files.
-With --limit-tokens sources are streamed, not downloaded. --reversal draws 16 digits and their
-reversal, the smallest check of language training. OUT appears when it is complete. If interrupted,
-run the same command again: datasets keeps what is tokenized in its cache.
+With --limit-tokens sources are streamed. If interrupted, run the same command again.
 """
 
 import argparse
@@ -36,7 +34,7 @@ def main(argv: list[str]) -> None:
     add("--hub-config", metavar="NAME", help="configuration of the data set")
     add("--hub-revision", metavar="NAME", help="branch, tag or commit")
     add("--split", default="train", help="split of --hub; default: train")
-    add("--reversal", type=positive, metavar="LINES", help="draw lines of digits")
+    add("--reversal", type=positive, metavar="LINES", help="draw 16 digits and their reversal")
     add("--tokenizer", default="bytes", help="bytes (default), bpe:SIZE, path, or name on the hub")
     add("--context-length", type=positive, metavar="N", help="rows of N + 1 tokens; default: 1024")
     add("--val-share", type=float, default=0.005, metavar="X", help="held out; default: 0.005")

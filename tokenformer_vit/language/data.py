@@ -66,7 +66,7 @@ def load_files(
     for file in files:
         groups.setdefault(_reader(file) or "text", []).append(str(file))
     sample = {"file": "document"}.get(documents, documents)
-    how = {"text": {"sample_by": sample, "encoding": "utf-8-sig"}}
+    how: dict[str, Any] = {"text": {"sample_by": sample, "encoding": "utf-8-sig"}}
     how["csv"] = {"converters": {column: str}}  # pandas would read NA as nothing, and 007 as 7
     texts = []
     for reader, names in groups.items():
@@ -94,8 +94,8 @@ def load_texts(name: str, column: str, /, **how: Any) -> Texts:
 def unreadable(source: Any, error: BaseException) -> InputError:
     """Return the error of a text that cannot be read."""
     return InputError(
-        f"the text in {source} cannot be read: {one_line(error.__cause__ or error)}; convert it to "
-        "UTF-8 text, JSON lines or parquet"
+        f"the text in {source} cannot be read: {one_line(error.__cause__ or error)}; give UTF-8 "
+        "text, JSON lines or parquet"
     )
 
 

@@ -44,16 +44,10 @@ def transformer_lm(
     hidden = 4 * embed_dim if hidden_features is None else hidden_features
     sizes = (vocab_size, context_length, embed_dim, depth, num_heads)
     LMConfig(*sizes, positions=positions, rotary_share=rotary_share)  # checks the last two
-    common = {
-        "vocab_size": vocab_size,
-        "max_position_embeddings": context_length,
-        "hidden_size": embed_dim,
-        "num_hidden_layers": depth,
-        "num_attention_heads": num_heads,
-        "tie_word_embeddings": tie_embeddings,
-        "bos_token_id": None,  # the tokenizer says it
-        "eos_token_id": None,
-    }
+    names = ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers")
+    common: Any = dict(zip((*names, "num_attention_heads"), sizes, strict=True))
+    common |= {"tie_word_embeddings": tie_embeddings}
+    common |= {"bos_token_id": None, "eos_token_id": None}  # the tokenizer says them
     if positions == "learned":
         parts: Any = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         # GPT-2's own GELU, in one call instead of five.
