@@ -95,22 +95,22 @@ def test_files_of_all_kinds_are_read(tmp_path, streaming):
     (folder / "c.jsonl.zst").write_bytes(zstandard.compress(lines))
     (folder / "d.json.gz").write_bytes(gzip.compress(json.dumps(rows).encode()))
     pq.write_table(pa.table({"body": ["three", None], "id": [1, 2]}), folder / "e.parquet")
+    (folder / "f.csv").write_text("id,body\n1,NA\n2,null\n3,007\n4,\n")
     (folder / "notes").write_text("of no known kind")
     files = find_files([folder])
-    assert [file.name[0] for file in files] == list("abcde")
+    assert [file.name[0] for file in files] == list("abcdef")
     texts = load_files(files, "body", streaming=streaming)
-    meta = prepare(texts, tmp_path / "out", workers=1)
-    found = ["é\nnext", *["one", "two"] * 3, "three"]
+    prepare(texts, tmp_path / "out")
+    found = ["é\nnext", *["one", "two"] * 3, "three", "NA", "null", "007"]
     assert read(tmp_path / "out", "train") == found
-    assert meta["splits"].keys() == {"train"}
-    lines = load_files([folder / "a.txt"], documents="line", streaming=streaming)
-    assert [row["text"] for row in lines[0]] == ["é", "next"]
-    with pytest.raises(InputError, match=r"no column 'text'; choose one with --column: id, body"):
-        load_files([folder / "b.jsonl"])
-    (folder / "bad.txt").write_bytes(b"abc\xff")
-    if not streaming:
-        with pytest.raises(InputError, match=r"bad\.txt.* can't decode byte 0xff .*convert it"):
-            load_files([folder / "bad.txt"])
+
+
+@pytest.mark.parametrize("column", [[1, 2], [["a"], ["b"]], [None, 0.5]])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_column_that_is_no_text_is_refused(column, workers, tmp_path):
+    texts = [Dataset.from_dict({"text": column})]
+    with pytest.raises(InputError, match="in a row is no text: choose a column of texts"):
+        prepare(texts, tmp_path / "out", workers=workers)
 
 
 def test_other_text_is_held_out_and_tokens_are_limited(documents, tmp_path):
@@ -119,23 +119,21 @@ def test_other_text_is_held_out_and_tokens_are_limited(documents, tmp_path):
     assert read(tmp_path / "out", "val") == ["held out"]
     assert 500 <= meta["splits"]["train"]["tokens"] < 1500
     assert read(tmp_path / "out", "train") == documents[: meta["splits"]["train"]["documents"]]
-    with pytest.raises(InputError, match="already exists; choose another OUT"):
-        prepare(documents, tmp_path / "out")
     with pytest.raises(InputError, match="val part has 0 tokens, too few for one row of 9: give"):
         prepare(documents[:2], tmp_path / "new", val_share=1e-9)
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_that_is_missing_or_damaged_is_told(documents, tmp_path):
-    with pytest.raises(InputError, match=r"there is no folder .*; make a folder of tokens"):
-        open_tokens(tmp_path / "absent", "train")
+@pytest.mark.parametrize("cut", [0, 1, -1])
+def test_a_damaged_folder_is_told(documents, tmp_path, cut):
     prepare(documents, tmp_path / "out")
     with pytest.raises(InputError, match="has no split 'dev'; it has: train"):
         open_tokens(tmp_path / "out", "dev")
-    file = tmp_path / "out" / "train.bin"
-    file.write_bytes(file.read_bytes()[:-2])
-    with pytest.raises(InputError, match="copy or prepare it again"):
-        open_tokens(tmp_path / "out", "train")
+    for name, fault in (("train.bin", "prepare it again"), ("meta.json", "no whole meta.json")):
+        file = tmp_path / "out" / name
+        file.write_bytes(file.read_bytes()[:cut])
+        with pytest.raises(InputError, match=fault):
+            open_tokens(tmp_path / "out", "train")
 
 
 def test_tokenizers_encode_any_text_and_end_it(documents, tmp_path):

@@ -67,7 +67,8 @@ def load_files(
         groups.setdefault(_reader(file) or "text", []).append(str(file))
     sample = {"file": "document"}.get(documents, documents)
     how: dict[str, Any] = {"text": {"sample_by": sample, "encoding": "utf-8-sig"}}
-    how["csv"] = {"converters": {column: str}}  # pandas would read NA as nothing, and 007 as 7
+    # pandas would read NA as nothing, and 007 as 7.
+    how["csv"] = {"usecols": [column], "converters": {column: str}, "keep_default_na": False}
     texts = []
     for reader, names in groups.items():
         own = {"streaming": streaming, "data_files": names, **how.get(reader, {})}
@@ -79,6 +80,7 @@ def load_texts(name: str, column: str, /, **how: Any) -> Texts:
     """Open a data set of ``datasets.load_dataset`` as one with a single column ``text``."""
     try:
         texts: Any = load_dataset(name, **{"split": "train", **how})
+        next(iter(texts), None)  # with streaming, reading begins here
     except Exception as error:  # of datasets, the hub and the readers
         raise unreadable(how.get("data_files", name), error) from error
     names = texts.column_names
@@ -95,7 +97,7 @@ def unreadable(source: Any, error: BaseException) -> InputError:
     """Return the error of a text that cannot be read."""
     return InputError(
         f"the text in {source} cannot be read: {one_line(error.__cause__ or error)}; give UTF-8 "
-        "text, JSON lines or parquet"
+        "text, JSON lines or parquet, and the right --column"
     )
 
 
