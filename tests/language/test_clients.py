@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
 from tokenformer_vit.language import (
     TokenFormerConfig,
@@ -95,6 +96,8 @@ def test_lora_by_peft_is_saved_loaded_and_merged(tmp_path):
             optimizer.zero_grad()
     expected = adapted(tokens).logits
     assert not torch.allclose(expected, plain, atol=1e-2)
+    with pytest.raises(InputError, match=r"wrapped by ParamWrapper.*after merge_and_unload\(\)"):
+        grow(adapted, num_ffn_param_tokens=160)
     # two matrices in each of five layers of two blocks
     assert sum("lora_A" in name for name, _ in adapted.named_parameters()) == 20
 

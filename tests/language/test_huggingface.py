@@ -123,6 +123,22 @@ def test_the_configuration_answers_to_the_names_of_transformers():
         TokenFormerConfig(embed_dim=64, hidden_size=32)
 
 
+def test_unknown_names_are_refused(tmp_path):
+    wrong = {"rope_theta": "theta", "sliding_window": "none", "depht": "depth"}
+    wrong |= {"num_layers": "num_hidden_layers", "rope_scaling": ""}
+    for name, close in wrong.items():
+        with pytest.raises(InputError, match=rf"no rope_parameters|no {name}: .*names: .*{close}"):
+            TokenFormerConfig(**{name: {"factor": 2.0, "rope_type": "linear"}})
+    theirs = {"num_labels": 3, "torch_dtype": "float32", "attn_implementation": "eager"}
+    config = TokenFormerConfig(**theirs, name_or_path="x", output_attentions=True, temperature=0.5)
+    config.note = "of another library"
+    config.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="has no note"):
+        assert (
+            AutoConfig.from_pretrained(tmp_path).to_dict().items() >= {"note": config.note}.items()
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_tau_stays_float32(dtype, tmp_path):
     model = build()
@@ -155,6 +171,17 @@ def test_what_a_checkpoint_lacks_is_drawn_and_the_rest_is_not(kind, tmp_path):
     assert own[absent].std().item() == pytest.approx(32**-0.5, rel=0.1)
     assert (own.get(norm, torch.ones(())) == 1).all()
     with pytest.raises(InputError, match=rf"{absent} is missing"):
+        load_language_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin"])
+def test_a_cut_file_is_told(name, tmp_path):
+    build().save_pretrained(tmp_path)
+    if name == "pytorch_model.bin":
+        torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / name)
+        (tmp_path / "model.safetensors").unlink()
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-9])
+    with pytest.raises(InputError, match=r"model in .* cannot be read .*: copy or export it again"):
         load_language_model(tmp_path)
 
 
@@ -337,6 +364,9 @@ def test_weights_for_another_computation_are_refused(auto, tmp_path):
     with pytest.raises(InputError, match=r"num_heads is 4, .* trained with 2: set num_heads=2"):
         load(tmp_path, num_attention_heads=4)
     assert load(tmp_path, rotary_base=2e4).config.rotary_base == 2e4  # for longer sequences
+    for eight in (transformers.QuantoConfig(), transformers.BitsAndBytesConfig(load_in_8bit=True)):
+        with pytest.raises(InputError, match=r"quantization_config .*see examples/quantize\.py"):
+            load(tmp_path, quantization_config=eight)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -139,6 +139,9 @@ def test_checkpoints_of_the_authors_training_are_read(tmp_path):
         torch.save(saved, tmp_path / name)
     for path in (folder, tmp_path / "plain.bin", tmp_path / "mp_rank_00.pt"):
         torch.testing.assert_close(read_released(path), whole, rtol=0, atol=0)
+    (tmp_path / "cut.bin").write_bytes((tmp_path / "plain.bin").read_bytes()[:-9])
+    with pytest.raises(InputError, match=r"cut\.bin is damaged"):
+        read_released(tmp_path / "cut.bin")
     torch.save({}, folder / "layer_00-model_01-model_states.pt")
     with pytest.raises(InputError, match="second model-parallel process: merge"):
         read_released(folder)
