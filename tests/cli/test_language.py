@@ -145,6 +145,7 @@ def test_a_text_and_its_tokens_are_measured(model, tmp_path, capsys):
     assert (values["tokens"], values["bytes"], values["words"]) == (predicted, len(tokens) - 1, 20)
     assert values["loss"] == pytest.approx(nats / predicted)
     assert values["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(TEXT.encode()))
+    assert values["word_perplexity"] == pytest.approx(math.exp(nats / 20))
     assert f"{values['perplexity']:.5g}" in capsys.readouterr().out
     split = found["texts"][f"{data} train"]
     assert split["tokens"] == predicted + 1  # and the end of the text
@@ -170,6 +171,11 @@ def test_a_text_and_its_tokens_are_measured(model, tmp_path, capsys):
         ),
         (prepare_text, "absent out", "absent is no file, and no folder with files that end in"),
         (prepare_text, "texts out --val-share 2", "at least 0 and below 1, but got 2"),
+        (
+            prepare_text,
+            "texts out --val short.csv",
+            "val part has 4 tokens, too few for one row of",
+        ),
         (prepare_text, "out --reversal 9 --context-length 33", "needs .* --context-length 34"),
         (prepare_text, "texts/c.jsonl out --column id", "0 in a row is no text: choose a column"),
         (prepare_text, "latin.txt out", r"latin\.txt.* can't decode byte 0xff .*; give UTF-8"),
@@ -198,8 +204,9 @@ def test_what_does_not_fit_is_refused(
     command, words, message, texts, model, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    Path("d.csv").write_text("id,body\n1,one\n")
-    Path("latin.txt").write_bytes(b"abc\xff")
+    files = {"d.csv": b"id,body\n1,one\n", "short.csv": b"text\nabc", "latin.txt": b"abc\xff"}
+    for name, content in files.items():
+        Path(name).write_bytes(content)
     shutil.copytree("model", "cut")
     Path("cut/config.json").write_text(Path("model/config.json").read_text()[:90])
     with pytest.raises(InputError, match=message):

@@ -17,9 +17,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    pipeline,
 )
 
 from tokenformer_vit.errors import InputError
@@ -42,12 +39,9 @@ KINDS = {
     "learned": {"positions": "learned"},
     "untied": {"rotary_share": 0.5, "tie_embeddings": False},
     "softmax": {"rotary_share": 0.5, "theta": "softmax", "pattention_args": {"learn_tau": True}},
-    "linear": {
-        "theta": {"qkv": "linear", "proj": "linear", "ffn": "gelu"},
-        "norm": "rms+weight",
-        "pattention_args": {"bias": True},
-    },
+    "linear": {"theta": {"qkv": "linear", "proj": "linear", "ffn": "gelu"}, "norm": "rms+weight"},
 }
+KINDS["linear"] |= {"pattention_args": {"bias": True}}
 SEARCHES = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 1.3},
@@ -241,7 +235,7 @@ def test_a_folder_says_where_texts_end_and_how_long_they_may_be(kind, tmp_path):
     texts = tokenizer(["one", "another"], padding=True, return_tensors="pt")
     assert classifier(**texts).logits.shape == (2, 2)
     if ours:  # a pipeline with its defaults ends with the context
-        write = pipeline("text-generation", model=str(tmp_path), device="cpu")
+        write = transformers.pipeline("text-generation", model=str(tmp_path), device="cpu")
         assert write("Hello", do_sample=False)[0]["generated_text"].startswith("Hello")
 
 
@@ -293,8 +287,10 @@ def test_a_text_ends_with_the_context(how, positions, tokens):
 
 def test_a_paged_cache_writes_the_same():
     model, prompts = build(), [torch.randint(2, 61, (length,)).tolist() for length in (4, 9, 6)]
-    how = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    how = transformers.GenerationConfig(
+        max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    small = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     found = model.generate_batch(prompts, how, small, progress_bar=False)
     for prompt, output in zip(prompts, found.values(), strict=True):
         alone = model.generate(torch.tensor([prompt]), generation_config=how)
