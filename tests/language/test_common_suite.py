@@ -71,8 +71,7 @@ class Tester:
     causal_lm_class = TokenFormerForCausalLM
 
     def get_config(self):
-        names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-        shape = {name: getattr(self, name) for name in names}
+        shape = {"vocab_size": 99, "embed_dim": 32, "depth": self.num_hidden_layers, "num_heads": 2}
         tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
         return TokenFormerConfig(**shape, **tokens, context_length=512, rotary_share=0.5)
 

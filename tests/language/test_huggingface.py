@@ -13,11 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import extract, grow
@@ -287,9 +283,7 @@ def test_a_text_ends_with_the_context(how, positions, tokens):
 
 def test_a_paged_cache_writes_the_same():
     model, prompts = build(), [torch.randint(2, 61, (length,)).tolist() for length in (4, 9, 6)]
-    how = transformers.GenerationConfig(
-        max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
+    how = transformers.GenerationConfig(**PLAIN, eos_token_id=-1)
     small = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     found = model.generate_batch(prompts, how, small, progress_bar=False)
     for prompt, output in zip(prompts, found.values(), strict=True):
@@ -348,7 +342,6 @@ def test_base_models_and_classifiers_open_a_language_model(tokens, tmp_path):
     assert torch.equal(model.lm_head(features), model(tokens).logits)
     load = AutoModelForSequenceClassification.from_pretrained
     classifier = load(tmp_path, num_labels=4, pad_token_id=0)
-    assert classifier.score.weight.std().item() == pytest.approx(0.02, rel=0.3)
     tokens[0, 6:] = 0  # its last token is the one before padding
     output = classifier(tokens, labels=torch.tensor([0, 3, 2]))
     expected = classifier.score(base(tokens).last_hidden_state[[0, 1, 2], [5, 8, 8]])

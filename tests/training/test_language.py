@@ -114,24 +114,16 @@ def run(config, texts):
 TRANSFORMER = {**SIZES, "hidden_features": 24, "_delete_": True}
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("tokenformer", {}),
-        ("gpt2", {"model.architecture": "transformer", "model.config": TRANSFORMER}),
-        ("gpt_neox", {"model.architecture": "transformer", "model.config": TRANSFORMER | ROTARY}),
-    ],
-)
-def test_a_run_ends_with_a_folder_for_transformers_and_a_record(
-    kind, options, run, texts, tmp_path
-):
-    run(tmp_path / "run", **{"optim_wrapper.type": "AutocastOptimWrapper"}, **options)
+@pytest.mark.parametrize("kind", ["tokenformer", "gpt2", "gpt_neox"])
+def test_a_run_ends_with_a_folder_for_transformers_and_a_record(kind, run, texts, tmp_path):
+    options = {"optim_wrapper.type": "AutocastOptimWrapper"}
+    if kind != "tokenformer":
+        sizes = TRANSFORMER | (ROTARY if kind == "gpt_neox" else {})
+        options |= {"model.architecture": "transformer", "model.config": sizes}
+    run(tmp_path / "run", **options)
     model = load_language_model(tmp_path / "run")
     assert model.config.model_type == kind
-    tokenizer = load_tokenizer(tmp_path / "run", model.config.vocab_size)
-    prompt = tokenizer("aab ", return_tensors="pt").input_ids
-    new = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=257)
-    assert new.shape == (1, 12)
+    assert load_tokenizer(tmp_path / "run", model.config.vocab_size).decode([97]) == "a"
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert (record["iterations"], record["train_sequences"]) == (12, 40)
     assert record["sequences_per_step"] == 4
@@ -147,19 +139,14 @@ def test_a_run_ends_with_a_folder_for_transformers_and_a_record(
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-GROWTHS = [
-    {"iteration": 4, "num_ffn_param_tokens": 48},
-    {"iteration": 9, "num_qkv_param_tokens": 20},
-]
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_exactly(run, tmp_path):
     """In the first epoch, with growth, accumulation and workers."""
-    hooks = [{"type": "CostHook"}, {"type": "GrowthHook", "schedule": GROWTHS}]
+    grown = [{"iteration": 4, "num_ffn_param_tokens": 48}]
+    grown += [{"iteration": 9, "num_qkv_param_tokens": 20}]
+    hooks = [{"type": "CostHook"}, {"type": "GrowthHook", "schedule": grown}]
     options = {"default_hooks.checkpoint.interval": 5, "custom_hooks": hooks}
     options |= {"optim_wrapper.accumulative_counts": 2, "train_dataloader.num_workers": 1}
-    options |= {"train_dataloader.persistent_workers": True}
     options |= {"default_hooks.checkpoint.max_keep_ckpts": -1}
     whole = run(tmp_path / "whole", **options)
     cut = run(tmp_path / "cut", resume=str(tmp_path / "whole" / "iter_5.pth"), **options)
@@ -190,8 +177,7 @@ def test_perplexity_of_several_texts_is_that_of_their_tokens():
 
 def test_an_answer_is_right_if_all_of_it_is():
     metric = AnswerAccuracy(start=9, end=0)
-    # Of three answers that are whole one is right; what begins before the row, or goes on behind
-    # it, does not count, and neither does what is wrong outside of answers.
+    # Of three whole answers one is right. Parts of answers do not count, nor what is outside.
     targets = torch.tensor([5, 0, 1, 9, 2, 3, 0, 9, 2, 0, 9, 7, 0, 9, 4])
     right = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1, 1], dtype=torch.bool)
     metric.process(None, [{"targets": targets, "right": right}])
