@@ -19,7 +19,6 @@ from tokenformer_vit.training.config import check_schedule, load_config
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("lm_*.py"))
-PARAMETERS = {"lm_pile_150m": 151_881_216}
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +54,6 @@ def test_every_part_is_built(name):
     splits = [cfg[f"{name}_dataloader"].dataset.split for name in ("train", "val")]
     assert splits == ["train", "val"]  # never what is trained on
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert count == PARAMETERS.get(name, count)
     title = " ".join((CONFIGS / f"{name}.py").read_text().split("#\n")[0].split())
     if stated := re.search(r"([\d,]{5,}) parameters", title):
         assert int(stated[1].replace(",", "")) == count

@@ -5,13 +5,8 @@ import torch
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
-from tokenformer_vit.language import (
-    TokenFormerConfig,
-    TokenFormerForCausalLM,
-    byte_tokenizer,
-    load_language_model,
-    save_language_model,
-)
+from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM, byte_tokenizer
+from tokenformer_vit.language.generation import load_language_model, save_language_model
 
 pytestmark = pytest.mark.slow  # importing the libraries takes longer than the tests
 
@@ -89,8 +84,6 @@ def test_lora_by_peft_is_saved_loaded_and_merged(tmp_path):
         load_language_model(tmp_path / "model"), tmp_path / "adapter"
     ).eval()
     torch.testing.assert_close(loaded(tokens).logits, expected)
-    with loaded.disable_adapter():
-        torch.testing.assert_close(loaded(tokens).logits, plain)
     merged = loaded.merge_and_unload()
     assert type(merged) is TokenFormerForCausalLM
     grow(merged, num_ffn_param_tokens=160)

@@ -13,21 +13,8 @@ from datasets import Dataset
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import (
-    byte_tokenizer,
-    check_tokens_agree,
-    load_tokenizer,
-    train_tokenizer,
-)
-from tokenformer_vit.language.data import (
-    divide,
-    find_files,
-    load_files,
-    open_tokens,
-    prepare_text,
-    read_text_meta,
-)
-from tokenformer_vit.language.tokenizers import encode
+from tokenformer_vit.language import byte_tokenizer, check_tokens_agree, data, load_tokenizer
+from tokenformer_vit.language.tokenizers import encode, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("arrow_cache")
 WORDS = ("the", "model", "é", "writes\n", "<|endoftext|>", "8307", "\t", "文字", "🙂")
@@ -41,13 +28,13 @@ def documents(seed):
 
 def prepare(texts, folder, tokenizer=None, **how):
     texts = [Dataset.from_dict({"text": texts})] if isinstance(texts[0], str) else texts
-    return prepare_text(texts, folder, tokenizer or byte_tokenizer(), 8, **how)
+    return data.prepare_text(texts, folder, tokenizer or byte_tokenizer(), 8, **how)
 
 
 def read(folder, split):
     """Return the documents of a split, as texts."""
-    tokens, tokenizer = open_tokens(folder, split), load_tokenizer(folder)
-    ends = np.flatnonzero(tokens == read_text_meta(folder)["end"])
+    tokens, tokenizer = data.open_tokens(folder, split), load_tokenizer(folder)
+    ends = np.flatnonzero(tokens == data.read_text_meta(folder)["end"])
     assert ends[-1] == len(tokens) - 1
     return [tokenizer.decode(part[:-1]) for part in np.split(tokens, ends + 1)[:-1]]
 
@@ -56,14 +43,17 @@ def read(folder, split):
 def test_all_text_becomes_tokens_once(documents, tmp_path, size):
     tokenizer = byte_tokenizer() if size == 258 else train_tokenizer(documents, size)
     meta = prepare([*documents, "", documents[0]], tmp_path / "out", tokenizer, val_share=0.2)
-    assert meta == read_text_meta(tmp_path / "out")
+    assert meta == data.read_text_meta(tmp_path / "out")
     assert meta["vocab_size"] == len(tokenizer) == size
     train, val = (read(tmp_path / "out", split) for split in ("train", "val"))
     assert sorted(train + val) == sorted([*documents, documents[0]])
     assert not set(train) & set(val)  # equal documents stay on one side
     assert 10 < len(val) < 80
     for split, found in (("train", train), ("val", val)):
-        tokens, count = open_tokens(tmp_path / "out", split), sum(map(len, map(str.encode, found)))
+        tokens, count = (
+            data.open_tokens(tmp_path / "out", split),
+            sum(map(len, map(str.encode, found))),
+        )
         assert tokens.dtype == np.uint16
         assert size > 258 or len(tokens) == count + len(found)
         counts = {"tokens": len(tokens), "documents": len(found), "bytes": count}
@@ -73,12 +63,12 @@ def test_all_text_becomes_tokens_once(documents, tmp_path, size):
 @pytest.mark.parametrize("end", ["\n", " "])
 def test_the_end_of_a_long_document_is_held_out(end):
     text = end.join(str(number) for number in range(10_000)) + "\n"
-    (val, held), (train, kept) = divide(text, 0.1)
+    (val, held), (train, kept) = data.divide(text, 0.1)
     assert (held, kept) == (True, False)
     assert train + val == text
     assert train.endswith(end)
     assert 0 < 0.1 - len(val) / len(text) < 0.001
-    assert divide("short", 0.0) == [("short", False)]
+    assert data.divide("short", 0.0) == [("short", False)]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -93,9 +83,9 @@ def test_files_of_all_kinds_are_read(tmp_path, streaming):
     pq.write_table(pa.table({"body": ["three", None], "id": [1, 2]}), folder / "e.parquet")
     (folder / "f.csv").write_text("id,body\n1,NA\n2,null\n3,007\n4,\n")
     (folder / "notes").write_text("of no known kind")
-    files = find_files([folder])
+    files = data.find_files([folder])
     assert [file.name[0] for file in files] == list("abcdef")
-    texts = load_files(files, "body", streaming=streaming)
+    texts = data.load_files(files, "body", streaming=streaming)
     prepare(texts, tmp_path / "out")
     found = ["é\nnext", *["one", "two"] * 3, "three", "NA", "null", "007"]
     assert read(tmp_path / "out", "train") == found
@@ -113,12 +103,12 @@ def test_a_column_that_is_no_text_is_refused(column, workers, tmp_path):
 def test_a_damaged_folder_is_told(documents, tmp_path, cut):
     prepare(documents, tmp_path / "out")
     with pytest.raises(InputError, match="has no split 'dev'; it has: train"):
-        open_tokens(tmp_path / "out", "dev")
+        data.open_tokens(tmp_path / "out", "dev")
     for name, fault in (("train.bin", "prepare it again"), ("meta.json", "no whole meta.json")):
         file = tmp_path / "out" / name
         file.write_bytes(file.read_bytes()[:cut])
         with pytest.raises(InputError, match=fault):
-            open_tokens(tmp_path / "out", "train")
+            data.open_tokens(tmp_path / "out", "train")
 
 
 def test_tokenizers_encode_any_text_and_end_it(documents, tmp_path):

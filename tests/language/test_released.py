@@ -28,9 +28,8 @@ def released(depth=12, width=64, vocab=97, pairs=48, ffn=192, device="cpu"):
             name = f"sequential.{block}.{part}"
             tensors[f"{name}.key_param_tokens"] = drawn(count, width, 0.02)
             tensors[f"{name}.value_param_tokens"] = drawn(count, width, value_std * 3)
-    norm = f"sequential.{depth + 3}.norm"
-    tensors[f"{norm}.weight"] = 1 + drawn(1, width, 0.1)[0]
-    tensors[f"{norm}.bias"] = drawn(1, width, 0.1)[0]
+    for part in ("weight", "bias"):
+        tensors[f"sequential.{depth + 3}.norm.{part}"] = 1 + drawn(1, width, 0.1)[0]
     return tensors
 
 
@@ -52,11 +51,8 @@ def released_forward(tensors, tokens, heads, depth=12):
         frequencies = torch.tensor([10_000 ** (-r / half) for r in range(half)])
         angles = torch.arange(x.shape[1])[:, None, None] * frequencies  # (N, 1, R / 2)
         one, other, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        turned = (
-            one * angles.cos() - other * angles.sin(),
-            other * angles.cos() + one * angles.sin(),
-        )
-        return torch.cat((*turned, rest), dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((one * cos - other * sin, other * cos + one * sin, rest), dim=-1)
 
     embedding = tensors["sequential.0.word_embeddings.weight"]
     width, (B, N) = embedding.shape[1], tokens.shape

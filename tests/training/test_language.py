@@ -87,17 +87,12 @@ def test_rows_overlap_by_one_and_know_their_text(texts):
     assert len(pickle.dumps(alone)) < 1000
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    path = tmp_path_factory.mktemp("configs") / "small_lm.py"
-    path.write_text(CONFIG)
-    return path
-
-
 @pytest.fixture
-def run(config, texts):
+def run(texts, tmp_path):
     def start(work_dir, resume=None, **options):
-        cfg = load_config(config, data_root=texts["abc"], work_dir=str(work_dir))
+        (tmp_path / "small_lm.py").write_text(CONFIG)
+        where = {"data_root": texts["abc"], "work_dir": str(work_dir)}
+        cfg = load_config(tmp_path / "small_lm.py", **where)
         # mmengine keeps what it logs by this name, for the whole process
         cfg.experiment_name = f"language_{next(NUMBERS)}"
         cfg.log_level = "ERROR"
@@ -111,23 +106,20 @@ def run(config, texts):
     return start
 
 
-TRANSFORMER = {**SIZES, "hidden_features": 24, "_delete_": True}
-
-
 @pytest.mark.parametrize("kind", ["tokenformer", "gpt2", "gpt_neox"])
 def test_a_run_ends_with_a_folder_for_transformers_and_a_record(kind, run, texts, tmp_path):
     options = {"optim_wrapper.type": "AutocastOptimWrapper"}
     if kind != "tokenformer":
-        sizes = TRANSFORMER | (ROTARY if kind == "gpt_neox" else {})
-        options |= {"model.architecture": "transformer", "model.config": sizes}
+        sizes = {**SIZES, **(ROTARY if kind == "gpt_neox" else {}), "hidden_features": 24}
+        options["model.config"] = {**sizes, "_delete_": True}
+        options["model.architecture"] = "transformer"
     run(tmp_path / "run", **options)
     model = load_language_model(tmp_path / "run")
     assert model.config.model_type == kind
     assert load_tokenizer(tmp_path / "run", model.config.vocab_size).decode([97]) == "a"
     record = json.loads((tmp_path / "run" / "record.json").read_text())
-    assert (record["iterations"], record["train_sequences"]) == (12, 40)
-    assert record["sequences_per_step"] == 4
-    assert record["dtype"] == "bfloat16 autocast"
+    facts = ("iterations", "train_sequences", "sequences_per_step", "dtype")
+    assert [record[name] for name in facts] == [12, 40, 4, "bfloat16 autocast"]
     assert {"transformers", "tokenizers"} <= record["versions"].keys()
     # What validation says of the last weights is what they say themselves.
     inputs = torch.stack([row["inputs"] for row in TokenDataset(texts["abc"], "val")])
