@@ -73,8 +73,7 @@ def test_every_part_is_built(name):
 
 def test_recipe_of_the_released_models():
     cfg = load_config(CONFIGS / "lm_pile_150m.py")
-    released = {"init": "released"}
-    assert lm_config(**cfg.model.config) == lm_config("150m", pattention_args=released)
+    assert lm_config(**cfg.model.config) == lm_config("150m", pattention_args={"init": "released"})
     _, model = build("lm_pile_150m")
     layer = next(each for each in model.modules() if isinstance(each, Pattention))
     assert (layer.key_init_std, layer.value_init_std) == (0.02, 2 / (12 * 768**0.5))

@@ -33,11 +33,8 @@ KINDS = {
     "linear": {"theta": {"qkv": "linear", "proj": "linear", "ffn": "gelu"}, "norm": "rms+weight"},
 }
 KINDS["linear"] |= {"pattention_args": {"bias": True}}
-SEARCHES = {
-    "greedy": {"do_sample": False},
-    "sampled": {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 1.3},
-    "beams": {"do_sample": False, "num_beams": 3},
-}
+SEARCHES = [{}, {"num_beams": 3}]
+SEARCHES += [{"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 1.3}]
 STEPS = {"max_steps": 24, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "save_steps": 24}
 STEPS |= {"logging_steps": 1, "use_cpu": True, "report_to": [], "disable_tqdm": True}
 PLAIN = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
@@ -160,7 +157,7 @@ def test_a_cut_file_is_told(name, tmp_path):
         load_language_model(tmp_path)
 
 
-@pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
+@pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("kind", ["rotary", "learned"])
 def test_with_and_without_a_cache_it_writes_the_same(kind, search, seed, tokens):
     model, mask = build(**KINDS[kind]).double(), torch.ones_like(tokens)
@@ -209,7 +206,6 @@ def test_a_grown_model_is_saved_as_grown(kind, tokens, tmp_path):
         assert {name: getattr(each.config, name) for name in counts} == counts
     torch.testing.assert_close(loaded(tokens).logits, before, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
-    assert counts.items() <= json.loads((tmp_path / "config.json").read_text()).items()
 
 
 @pytest.mark.parametrize("kind", ["tokenformer", "learned", "rotary"])

@@ -29,9 +29,8 @@ def test_the_smallest_gpt2_has_its_parameters():
 def test_residual_parts_start_smaller_and_nothing_is_dropped(positions):
     model = transformer_lm(**SHAPE, positions=positions)
     assert model.config.to_dict().items() >= KEPT[positions].items()
-    block = blocks_of(
-        transformer_lm(**{**SHAPE, "embed_dim": 256, "depth": 8}, positions=positions).base_model
-    )[3]
+    large = {**SHAPE, "embed_dim": 256, "depth": 8, "positions": positions}
+    block = blocks_of(transformer_lm(**large).base_model)[3]
     names, last = ("attn.c_proj", "mlp.c_proj", "mlp.c_fc"), 0.02 / 16**0.5
     if positions == "rotary":  # 2 / (8 · √256)
         names, last = ("attention.dense", "mlp.dense_4h_to_h", "mlp.dense_h_to_4h"), 1 / 64

@@ -17,12 +17,8 @@ pytest.importorskip("datasets", reason="language models need the extra [language
 
 from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import (
-    byte_tokenizer,
-    load_language_model,
-    load_tokenizer,
-    save_language_model,
-)
+from tokenformer_vit.language import byte_tokenizer, load_tokenizer
+from tokenformer_vit.language.generation import load_language_model, save_language_model
 from tokenformer_vit.training.config import check_schedule, choose_checkpoint, load_config
 from tokenformer_vit.training.language.data import TokenDataset
 from tokenformer_vit.training.language.metrics import AnswerAccuracy, Perplexity

@@ -89,14 +89,14 @@ class CausalLM(NestedTraining, BaseModel):
         return self.model(input_ids=inputs[:, :-1], use_cache=False).logits
 
     def _predict(self, inputs: Tensor, source: Tensor) -> list[dict[str, Tensor]]:
-        losses, right = self._measure(inputs)
+        losses, right = self._measure(inputs, source)
         found = {"losses": losses, "right": right, "targets": inputs[:, 1:], "source": source}
         for size in self.smaller_sizes:
             with at_size(self.sized, size):
-                found[f"losses_at_{size:g}"], _ = self._measure(inputs)
+                found[f"losses_at_{size:g}"], _ = self._measure(inputs, source)
         return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
 
-    def _measure(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def _measure(self, inputs: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses, and whether the most likely tokens are right; both (B, N)."""
         logits, targets = self._logits(inputs).float(), inputs[:, 1:]
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
