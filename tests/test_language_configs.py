@@ -19,7 +19,6 @@ from tokenformer_vit.training.config import check_schedule, load_config
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("lm_*.py"))
-PARAMETERS = {"lm_pile_150m": 151_881_216}
 
 
 @pytest.fixture(autouse=True)
@@ -52,20 +51,16 @@ def test_every_part_is_built(name):
     evaluators = cfg.val_evaluator
     for evaluator in evaluators if isinstance(evaluators, list) else [evaluators]:
         METRICS.build(evaluator)
-    assert cfg.train_dataloader.dataset.split == "train"
-    assert cfg.val_dataloader.dataset.split == "val"  # never what is trained on
+    splits = [cfg[f"{name}_dataloader"].dataset.split for name in ("train", "val")]
+    assert splits == ["train", "val"]  # never what is trained on
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert count == PARAMETERS.get(name, count)
     title = " ".join((CONFIGS / f"{name}.py").read_text().split("#\n")[0].split())
     if stated := re.search(r"([\d,]{5,}) parameters", title):
         assert int(stated[1].replace(",", "")) == count
     elif stated := re.search(r"([\d.]+) M parameters", title):
         assert round(count / 1e6, len(stated[1].partition(".")[2])) == float(stated[1])
 
-
-@pytest.mark.parametrize("name", NAMES)
-def test_matrices_decay_and_nothing_else(name):
-    cfg, model = build(name)
+    # Matrices decay, and nothing else.
     optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
     groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
     for parameter in model.parameters():
@@ -78,19 +73,12 @@ def test_matrices_decay_and_nothing_else(name):
 
 def test_recipe_of_the_released_models():
     cfg = load_config(CONFIGS / "lm_pile_150m.py")
-    released = {"init": "released"}
-    assert lm_config(**cfg.model.config) == lm_config("150m", pattention_args=released)
+    assert lm_config(**cfg.model.config) == lm_config("150m", pattention_args={"init": "released"})
     _, model = build("lm_pile_150m")
     layer = next(each for each in model.modules() if isinstance(each, Pattention))
     assert (layer.key_init_std, layer.value_init_std) == (0.02, 2 / (12 * 768**0.5))
-    assert cfg.optim_wrapper.optimizer == {
-        "type": "AdamW",
-        "lr": 6e-4,
-        "weight_decay": 0.1,
-        "betas": (0.9, 0.95),
-        "eps": 1e-8,
-        "fused": None,
-    }
+    adamw = {"type": "AdamW", "lr": 6e-4, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    assert cfg.optim_wrapper.optimizer == {**adamw, "fused": None}
     assert cfg.train_cfg.max_iters == 143_000
     assert cfg.auto_scale_lr.base_batch_size == 1024
     warmup, cosine = cfg.param_scheduler
@@ -99,8 +87,7 @@ def test_recipe_of_the_released_models():
 
 
 def test_the_transformer_is_trained_as_the_tokenformer_is():
-    own, others = (
-        load_config(CONFIGS / f"lm_openwebtext_{name}.py") for name in ("124m", "transformer")
-    )
+    names = ("lm_openwebtext_124m.py", "lm_openwebtext_transformer.py")
+    own, others = (load_config(CONFIGS / name) for name in names)
     for key in ("optim_wrapper", "param_scheduler", "train_cfg", "train_dataloader"):
         assert own[key] == others[key]

@@ -1,5 +1,6 @@
-"""Every link, file, command and option that a page names exists; `make lint` runs this."""
+"""Every link, file, command, option and key of configs that a page names exists."""
 
+import ast
 import contextlib
 import io
 import re
@@ -18,6 +19,7 @@ PAGES = [*ROOT.glob("*.md"), *(page for each in FOLDERS for page in (ROOT / each
 FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(rf"(?<![\w/.-])(?:[\w*][\w*./-]*\.(?:py|md)\b|(?:{'|'.join(FOLDERS)})/[\w*./-]*)")
 CALL = re.compile(r"(tokenformer[-_]vit |tools/|ablations/|^--)([a-z][\w-]*).*")
+KEY = re.compile(r"(?<![\w.-])[a-z]\w*\.(?:\w+\.)*(\w+)=")
 MADE = ("path/to/", "work_dirs/", "data/", "build/", "my_", "photos", "NAME")  # by users
 
 
@@ -48,6 +50,16 @@ def options(command):
     return set(re.findall(r"--[\w-]+", told.getvalue()))
 
 
+@cache
+def keys():
+    """Keys of configs, and arguments and words of the code that reads configs."""
+    folders = ("configs", "tokenformer_vit/training")
+    files = [file for each in folders for file in ROOT.glob(f"{each}/**/*.py")]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))]
+    words = {each.value for each in nodes if isinstance(each, ast.Constant)}
+    return words | {each.arg for each in nodes if isinstance(each, ast.arg | ast.keyword)}
+
+
 def wrong_names(page):
     """Yield what a page names and nobody finds."""
     text = page.read_text("utf-8")
@@ -63,6 +75,7 @@ def wrong_names(page):
         places += [(ROOT / each).rglob(name) for each in FOLDERS if "/" not in name]
         if not name.startswith(MADE) and not any(map(any, places)):
             yield name
+    yield from set(KEY.findall("\n".join(code(text)))) - keys()
     for call in filter(None, map(CALL.search, code(text))):
         ours = "tokenformer" in call[1] or call[2] in ("train", "test")
         if ours and call[2] not in cli.COMMANDS:
@@ -81,6 +94,7 @@ def test_what_is_wrong_is_found(tmp_path):
     page = tmp_path / "README.md"
     page.write_text(
         "# A heading\n[right](#a-heading) [wrong](#another) `configs/digits_demo.py`, `no.py`"
+        "`model.masks=dict(new=1)` `model.config.depth=3`"
         "`configs/no.py`, `--resume`, `--resum`, `tokenformer-vit trane`\n```sh\n"
         "torchrun --nproc_per_node=8 tools/train.py x.py --amp \\\n --batchsize=8 # --no\n```\n"
     )
@@ -89,6 +103,7 @@ def test_what_is_wrong_is_found(tmp_path):
         "no.py",
         "configs/no.py",
         "--resum",
+        "masks",
         "tokenformer-vit trane",
         "--batchsize",
         "x.py",

@@ -3,6 +3,9 @@
 import io
 import json
 import math
+import re
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,18 +17,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tokenformer_vit.cli import evaluate_lm, generate, prepare_text
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import (
-    TokenFormerConfig,
-    TokenFormerForCausalLM,
-    byte_tokenizer,
-    load_tokenizer,
-    save_language_model,
-)
+from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM
 from tokenformer_vit.language.data import open_tokens, read_text_meta
 from tokenformer_vit.language.evaluation import measure_text
+from tokenformer_vit.language.generation import save_language_model
+from tokenformer_vit.language.tokenizers import byte_tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("arrow_cache")
-TEXT = "Ein Text für das Modell, etwas länger als sein Kontext.\n" * 2
+TEXT = "Ein Text für das Modell,<|endoftext|> etwas länger als sein Kontext.\n" * 2
 
 
 def run(command, *words):
@@ -47,7 +46,7 @@ def texts(tmp_path):
 
 @pytest.fixture
 def model(tmp_path):
-    """Return a folder with a model that writes the letter a, and its tokenizer."""
+    """A folder with a model that writes the letter a, and its tokenizer."""
     sizes = {"vocab_size": 258, "context_length": 20, "embed_dim": 32, "depth": 1}
     model = TokenFormerForCausalLM(TokenFormerConfig(**sizes, num_heads=2, rotary_share=0.5))
     with torch.no_grad():
@@ -56,27 +55,16 @@ def model(tmp_path):
     return tmp_path / "model"
 
 
-@pytest.fixture
-def text(tmp_path):
-    (tmp_path / "text.txt").write_text(TEXT)
-    return tmp_path / "text.txt"
-
-
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
-def test_what_is_prepared_is_the_text(texts, tmp_path, capsys, tokenizer):
+def test_what_is_prepared_is_the_text(texts, tmp_path, capsys):
     out = tmp_path / "new" / "out"
-    words = ("--tokenizer", tokenizer, "--val-share", 0.1, "--context-length", 16)
+    words = ("--tokenizer", "bpe:300", "--val-share", 0.1, "--context-length", 16)
     run(prepare_text, texts, out, *words)
     meta, reader = read_text_meta(out), load_tokenizer(out)
-    assert meta["vocab_size"] == len(reader) <= 300
-    assert (meta["tokenizer"], meta["context_length"]) == (tokenizer, 16)
-    printed = capsys.readouterr().out
-    assert f"train: {meta['splits']['train']['tokens']:,} tokens, " in printed
-    parts = {split: reader.decode(open_tokens(out, split)) for split in ("train", "val")}
-    parts = {split: text.split("<|endoftext|>") for split, text in parts.items()}
-    # The end of each file is held out.
-    found = {text for one in parts["train"] for text in (one + two for two in parts["val"])}
-    assert {(texts / f"{name}.txt").read_text() for name in "ab"} <= found
+    assert (meta["tokenizer"], meta["vocab_size"], len(reader)) == ("bpe:300", 300, 300)
+    tokens = f"train: {meta['splits']['train']['tokens']:,} tokens, "
+    assert tokens in capsys.readouterr().out
+    val = reader.decode(open_tokens(out, "val"))
+    assert val.startswith("a says 1")  # the end of the first file
     with pytest.raises(InputError, match="already exists; choose another OUT"):
         run(prepare_text, texts, out)
 
@@ -88,10 +76,22 @@ def test_held_out_files_columns_and_lines(texts, tmp_path):
     assert meta["splits"]["train"]["documents"] == 401
     assert meta["splits"]["val"]["bytes"] == (texts / "b.txt").stat().st_size
     lines = ("--documents", "line", "--limit-tokens", 900, "--val-share", 0.3)
-    run(prepare_text, texts / "a.txt", tmp_path / "lines", *lines, *length)
+    run(prepare_text, texts / "a.txt", tmp_path / "lines", *lines, *length, "--workers", 2)
     train = read_text_meta(tmp_path / "lines")["splits"]["train"]
     assert 900 <= train["tokens"] < 1000
     assert train["documents"] > 50
+
+
+def test_a_data_set_of_the_hub(texts, tmp_path):
+    """A folder stands for its name: load_dataset reads both alike."""
+    files = {"split": "test", "path": "c.jsonl"}
+    card = {"configs": [{"config_name": "rows", "data_files": [files]}]}
+    (texts / "README.md").write_text(f"---\n{json.dumps(card)}\n---\n")
+    places = ("--hub-config", "rows", "--hub-revision", "main", "--split", "test[:7]")
+    how = ("--column", "text", "--workers", 2, "--val-share", 0, "--context-length", 9)
+    run(prepare_text, "--hub", texts, tmp_path / "out", *places, *how)
+    found = load_tokenizer(tmp_path / "out").decode(open_tokens(tmp_path / "out", "train"))
+    assert found == "".join(f"row {number} " * 4 + "<|endoftext|>" for number in range(7))
 
 
 def test_digits_for_the_smallest_check_of_training(tmp_path):
@@ -110,6 +110,7 @@ def test_prompts_are_continued(model, capsys, tmp_path, monkeypatch):
 
     greedy = write("one", "two", "--greedy", "--max-new-tokens", 6)
     assert greedy == "oneaaaaaa\n\ntwoaaaaaa\n"
+    assert write("one", "two", "--temperature", 0, "--max-new-tokens", 6) == greedy
     how = ("--temperature", 50, "--top-k", 20, "--top-p", 0.99, "--max-new-tokens", 9, "--seed")
     drawn = {write("one", *how, seed) for seed in (1, 2, 3)}
     assert len(drawn) > 1
@@ -119,11 +120,13 @@ def test_prompts_are_continued(model, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n"))
     assert write("--greedy", "--max-new-tokens", 6, "--tokenizer", tokenizer) == greedy
     # The context ends after 20 tokens.
-    assert write("x" * 17, "--greedy", "--tokenizer", tokenizer) == "x" * 17 + "aaa\n"
+    words = ("--greedy", "--tokenizer", tokenizer, "--device", "cpu")
+    assert write("x" * 17, *words) == "x" * 17 + "aaa\n"
 
 
-def test_a_text_and_its_tokens_are_measured(model, text, tmp_path, capsys):
-    data = tmp_path / "data"
+def test_a_text_and_its_tokens_are_measured(model, tmp_path, capsys):
+    text, data = tmp_path / "text.txt", tmp_path / "data"
+    text.write_text(TEXT)
     run(prepare_text, text, data, "--val-share", 0, "--context-length", 10)
     run(evaluate_lm, model, "--data", data, "--split", "train", "--text", text, "--stride", 8)
     found = json.loads((model / "evaluation.json").read_text())
@@ -135,17 +138,18 @@ def test_a_text_and_its_tokens_are_measured(model, text, tmp_path, capsys):
     assert (values["tokens"], values["bytes"], values["words"]) == (predicted, len(tokens) - 1, 20)
     assert values["loss"] == pytest.approx(nats / predicted)
     assert values["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(TEXT.encode()))
+    assert values["word_perplexity"] == pytest.approx(math.exp(nats / 20))
     assert f"{values['perplexity']:.5g}" in capsys.readouterr().out
     split = found["texts"][f"{data} train"]
     assert split["tokens"] == predicted + 1  # and the end of the text
     assert split["loss"] * split["tokens"] == pytest.approx(measure_text(loaded, tokens, 20, 8)[1])
-
-
-def test_other_models_are_measured(text, tmp_path):
+    # Another model of transformers, and the other options.
     sizes = GPT2Config(vocab_size=258, n_positions=16, n_embd=32, n_layer=1, n_head=2)
-    save_language_model(GPT2LMHeadModel(sizes).bfloat16(), tmp_path / "gpt", byte_tokenizer())
-    run(evaluate_lm, tmp_path / "gpt", "--text", text, "--amp")
-    assert json.loads((tmp_path / "gpt" / "evaluation.json").read_text())["context"] == 16
+    save_language_model(GPT2LMHeadModel(sizes).bfloat16(), tmp_path / "gpt")
+    how = ("--amp", "--batch-size", 3, "--context", 12, "--device", "cpu", "--tokenizer", model)
+    run(evaluate_lm, tmp_path / "gpt", "--text", text, *how, "--out", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["context"], found["texts"][str(text)]["tokens"]) == (12, predicted)
 
 
 @pytest.mark.parametrize(
@@ -153,19 +157,61 @@ def test_other_models_are_measured(text, tmp_path):
     [
         (prepare_text, "texts out --val texts/b.txt", r"b\.txt is both a source and in --val"),
         (prepare_text, "texts/c.jsonl out --column x", "no column 'x'; choose one with --column"),
+        (
+            prepare_text,
+            "d.csv out --limit-tokens 9",
+            r"d\.csv.* not found: \['text'\]; .*the right --column",
+        ),
         (prepare_text, "absent out", "absent is no file, and no folder with files that end in"),
         (prepare_text, "texts out --val-share 2", "at least 0 and below 1, but got 2"),
+        (
+            prepare_text,
+            "texts out --val short.csv",
+            "val part has 4 tokens, too few for one row of",
+        ),
         (prepare_text, "out --reversal 9 --context-length 33", "needs .* --context-length 34"),
+        (prepare_text, "texts/c.jsonl out --column id", "0 in a row is no text: choose a column"),
+        (prepare_text, "latin.txt out", r"latin\.txt.* can't decode byte 0xff .*; give UTF-8"),
+        (
+            prepare_text,
+            "texts/a.txt latin.txt out --limit-tokens 1000000",
+            r"latin\.txt.* byte 0xff .*; give UTF-8",
+        ),
+        (prepare_text, "texts out --tokenizer bpe:4k", "no readable tokenizer in bpe:4k"),
         (generate, "absent one", r"there is no .*config\.json; give a folder"),
         (generate, "model xxxxxxxxxxxxxxxxxxxxxx", "prompt has 22 tokens.*shorten it"),
+        (generate, "model x --temperature -1", "--temperature must be at least 0"),
+        (generate, "cut x", r"model in cut cannot be read .*not a valid JSON.*: copy or export it"),
         (evaluate_lm, "model", "nothing to evaluate: give --text or --data"),
-        (evaluate_lm, "model --text absent", "there is no file absent; give existing files"),
+        (evaluate_lm, "model --text absent", "text in absent cannot be read: .*No such file"),
+        (
+            evaluate_lm,
+            "model --text texts/a.txt latin.txt",
+            r"latin\.txt .* byte 0xff .*; give UTF-8",
+        ),
         (evaluate_lm, "model --data absent", "there is no folder absent; make a folder"),
         (evaluate_lm, "model --data x --context 21", "--context 21 <= 20, the model's .* smaller"),
     ],
 )
-def test_what_does_not_fit_is_refused(command, words, message, texts, model, tmp_path, monkeypatch):
+def test_what_does_not_fit_is_refused(
+    command, words, message, texts, model, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
+    files = {"d.csv": b"id,body\n1,one\n", "short.csv": b"text\nabc", "latin.txt": b"abc\xff"}
+    for name, content in files.items():
+        Path(name).write_bytes(content)
+    shutil.copytree("model", "cut")
+    Path("cut/config.json").write_text(Path("model/config.json").read_text()[:90])
     with pytest.raises(InputError, match=message):
         run(command, *words.split())
-    assert not (tmp_path / "out").exists()
+    assert not Path("out").exists()
+    assert "perplexity" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [prepare_text, generate, evaluate_lm])
+def test_every_option_is_tested(command, capsys):
+    with pytest.raises(SystemExit):
+        run(command, "--help")
+    options = set(re.findall(r"(?<=[ \[])--[a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert len(options) > 5
+    assert not [each for each in options if f'"{each}"' not in Path(__file__).read_text()]

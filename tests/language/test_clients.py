@@ -2,34 +2,21 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
-from tokenformer_vit.language import (
-    TokenFormerConfig,
-    TokenFormerForCausalLM,
-    byte_tokenizer,
-    load_language_model,
-    save_language_model,
-)
+from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM, byte_tokenizer
+from tokenformer_vit.language.generation import load_language_model, save_language_model
 
 pytestmark = pytest.mark.slow  # importing the libraries takes longer than the tests
 
 SHAPE = {"vocab_size": 258, "context_length": 64, "embed_dim": 32, "depth": 2, "num_heads": 2}
-KINDS = {
-    "tied": {"rotary_share": 0.5},
-    "untied": {"rotary_share": 0.5, "tie_embeddings": False},
-    "learned tau": {"positions": "learned", "pattention_args": {"learn_tau": True}},
-}
+SHAPE |= {"positions": "learned", "tie_embeddings": False, "pattention_args": {"learn_tau": True}}
 TEN_STEPS = {"max_steps": 10, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
 TEN_STEPS |= {"save_strategy": "no", "use_cpu": True, "bf16": False, "logging_steps": 1}
 TEN_STEPS |= {"report_to": [], "disable_tqdm": True}
 LORA = {"r": 4, "target_parameters": ["key_param_tokens", "value_param_tokens"]}
 LORA |= {"target_modules": [], "task_type": "CAUSAL_LM"}
-
-
-def build(**changes):
-    return TokenFormerForCausalLM(TokenFormerConfig(**{**SHAPE, **KINDS["tied"], **changes}))
 
 
 def pieces(length):
@@ -39,28 +26,8 @@ def pieces(length):
     return [text[start : start + length] for start in range(0, len(text), length)]
 
 
-def train(trainer, folder):
-    """Train; check the losses, the parameters, and the saved folder."""
-    model = trainer.model
-    before = {name: each.detach().clone() for name, each in model.named_parameters()}
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == 10
-    assert all(torch.tensor(losses).isfinite())
-    same = [name for name, each in model.named_parameters() if torch.equal(each, before[name])]
-    assert not same
-    trainer.save_model(folder)
-    tokens = torch.randint(258, (2, 20))
-    with torch.no_grad():
-        expected = model.eval()(tokens).logits
-        for loaded in (load_language_model(folder), AutoModelForCausalLM.from_pretrained(folder)):
-            torch.testing.assert_close(loaded.eval()(tokens).logits, expected)
-    return losses
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["SFT", "SFT packed", "DPO"])
-def test_fine_tuning_by_trl(kind, how, tmp_path):
+def test_fine_tuning_by_trl(how, tmp_path):
     trl = pytest.importorskip("trl", reason="pip install trl")
     from datasets import Dataset
 
@@ -72,17 +39,29 @@ def test_fine_tuning_by_trl(kind, how, tmp_path):
     else:
         options["packing"] = how == "SFT packed"
     trainer, config = (getattr(trl, f"{how[:3]}{name}") for name in ("Trainer", "Config"))
-    save_language_model(build(**KINDS[kind]), tmp_path / "start", byte_tokenizer())
+    model = TokenFormerForCausalLM(TokenFormerConfig(**SHAPE))
+    save_language_model(model, tmp_path / "start", byte_tokenizer())
     rows, config = Dataset.from_dict(rows), config(tmp_path / "run", **options)
     trainer = trainer(model=str(tmp_path / "start"), args=config, train_dataset=rows)
-    losses = train(trainer, tmp_path / "saved")
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 10
     assert losses[-1] < losses[0]
+    before = dict(model.named_parameters())
+    for name, each in trainer.model.named_parameters():
+        assert not torch.equal(each, before[name])
+    trainer.save_model(tmp_path / "saved")
+    tokens = torch.randint(258, (2, 20))
+    with torch.no_grad():
+        loaded = load_language_model(tmp_path / "saved")
+        torch.testing.assert_close(loaded(tokens).logits, trainer.model.eval()(tokens).logits)
 
 
 @torch.no_grad()
 def test_lora_by_peft_is_saved_loaded_and_merged(tmp_path):
     peft = pytest.importorskip("peft", reason="pip install peft")
-    model, tokens = build().eval(), torch.randint(258, (2, 20))
+    model = TokenFormerForCausalLM(TokenFormerConfig(**SHAPE)).eval()
+    tokens = torch.randint(258, (2, 20))
     model.save_pretrained(tmp_path / "model")
     plain = model(tokens).logits
     adapted = peft.get_peft_model(model, peft.LoraConfig(**LORA))
@@ -95,6 +74,8 @@ def test_lora_by_peft_is_saved_loaded_and_merged(tmp_path):
             optimizer.zero_grad()
     expected = adapted(tokens).logits
     assert not torch.allclose(expected, plain, atol=1e-2)
+    with pytest.raises(InputError, match=r"wrapped by ParamWrapper.*after merge_and_unload\(\)"):
+        grow(adapted, num_ffn_param_tokens=160)
     # two matrices in each of five layers of two blocks
     assert sum("lora_A" in name for name, _ in adapted.named_parameters()) == 20
 
@@ -103,14 +84,10 @@ def test_lora_by_peft_is_saved_loaded_and_merged(tmp_path):
         load_language_model(tmp_path / "model"), tmp_path / "adapter"
     ).eval()
     torch.testing.assert_close(loaded(tokens).logits, expected)
-    with loaded.disable_adapter():
-        torch.testing.assert_close(loaded(tokens).logits, plain)
     merged = loaded.merge_and_unload()
     assert type(merged) is TokenFormerForCausalLM
-    torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-4, rtol=1e-4)
     grow(merged, num_ffn_param_tokens=160)
     torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-4, rtol=1e-4)
     merged.save_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(
-        load_language_model(tmp_path / "merged")(tokens).logits, merged(tokens).logits
-    )
+    loaded = load_language_model(tmp_path / "merged")
+    torch.testing.assert_close(loaded(tokens).logits, merged(tokens).logits)

@@ -18,12 +18,8 @@ import torch
 
 pytest.importorskip("parameterized", reason="transformers' own tests need parameterized")
 
-from tokenformer_vit.language import (
-    TokenFormerConfig,
-    TokenFormerForCausalLM,
-    TokenFormerForSequenceClassification,
-    TokenFormerModel,
-)
+from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM, TokenFormerModel
+from tokenformer_vit.language.modeling import TokenFormerForSequenceClassification
 
 PACKAGE = "tests_of_transformers"
 # Files that the tests import, and the source distribution lacks.
@@ -71,8 +67,7 @@ class Tester:
     causal_lm_class = TokenFormerForCausalLM
 
     def get_config(self):
-        names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-        shape = {name: getattr(self, name) for name in names}
+        shape = {"vocab_size": 99, "embed_dim": 32, "depth": self.num_hidden_layers, "num_heads": 2}
         tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
         return TokenFormerConfig(**shape, **tokens, context_length=512, rotary_share=0.5)
 
@@ -85,15 +80,12 @@ def make_suite(folder: Path) -> type[unittest.TestCase]:
     """Make the class of all common tests."""
     common = import_tests(folder)
     auto = import_module("transformers.models.auto.modeling_auto")
-    models = {
-        "": TokenFormerModel,
-        "FOR_CAUSAL_LM_": TokenFormerForCausalLM,
-        "FOR_SEQUENCE_CLASSIFICATION_": TokenFormerForSequenceClassification,
-    }
-    for task, model in models.items():  # by these names the tests know which labels a model needs
+    models = (TokenFormerModel, TokenFormerForCausalLM, TokenFormerForSequenceClassification)
+    tasks = ("", "FOR_CAUSAL_LM_", "FOR_SEQUENCE_CLASSIFICATION_")
+    for task, model in zip(tasks, models, strict=True):  # they tell which labels a model needs
         getattr(auto, f"MODEL_{task}MAPPING_NAMES")["tokenformer"] = model.__name__
     mixins = dict.fromkeys((common.ModelTesterMixin, common.GenerationTesterMixin))
-    names = {"all_model_classes": tuple(models.values()), "model_tester": Tester()}
+    names = {"all_model_classes": models, "model_tester": Tester()}
     names["test_can_init_all_missing_weights_before_2023"] = True
     return type("Suite", (*mixins, unittest.TestCase), names)
 

@@ -13,26 +13,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    TextIteratorStreamer,
-    pipeline,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import extract, grow
-from tokenformer_vit.language import (
-    TokenFormerConfig,
-    TokenFormerForCausalLM,
-    byte_tokenizer,
-    load_language_model,
-    save_language_model,
-    transformer_lm,
-)
+from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM, transformer_lm
+from tokenformer_vit.language.generation import load_language_model, save_language_model
+from tokenformer_vit.language.tokenizers import byte_tokenizer
 from tokenformer_vit.models import LMConfig, TokenFormerLM
 from tokenformer_vit.models.sizes import find_layers
 
@@ -43,17 +30,11 @@ KINDS = {
     "learned": {"positions": "learned"},
     "untied": {"rotary_share": 0.5, "tie_embeddings": False},
     "softmax": {"rotary_share": 0.5, "theta": "softmax", "pattention_args": {"learn_tau": True}},
-    "linear": {
-        "theta": {"qkv": "linear", "proj": "linear", "ffn": "gelu"},
-        "norm": "rms+weight",
-        "pattention_args": {"bias": True},
-    },
+    "linear": {"theta": {"qkv": "linear", "proj": "linear", "ffn": "gelu"}, "norm": "rms+weight"},
 }
-SEARCHES = {
-    "greedy": {"do_sample": False},
-    "sampled": {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 1.3},
-    "beams": {"do_sample": False, "num_beams": 3},
-}
+KINDS["linear"] |= {"pattention_args": {"bias": True}}
+SEARCHES = [{}, {"num_beams": 3}]
+SEARCHES += [{"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 1.3}]
 STEPS = {"max_steps": 24, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "save_steps": 24}
 STEPS |= {"logging_steps": 1, "use_cpu": True, "report_to": [], "disable_tqdm": True}
 PLAIN = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
@@ -103,9 +84,8 @@ def test_it_is_the_model_it_wraps(tokens):
     model.model.load_state_dict(plain.state_dict())
     torch.testing.assert_close(model(tokens).logits, plain(tokens), rtol=0, atol=0)
     torch.testing.assert_close(model(tokens, return_dict=False)[0], plain(tokens))
-    for kept, places in ((1, [-1]), (torch.tensor([0, 4]), [0, 4])):
-        logits = model(tokens, logits_to_keep=kept).logits
-        torch.testing.assert_close(logits, plain(tokens)[:, places])
+    logits = model(tokens, logits_to_keep=torch.tensor([0, 4])).logits
+    torch.testing.assert_close(logits, plain(tokens)[:, [0, 4]])
 
 
 def test_the_configuration_answers_to_the_names_of_transformers():
@@ -116,38 +96,46 @@ def test_the_configuration_answers_to_the_names_of_transformers():
     assert asdict(config).items() >= asdict(ours).items()
     # Other libraries, such as peft, look for these names in the dict.
     assert config.to_dict().items() >= theirs.items()
-    assert TokenFormerConfig().to_dict()["tie_word_embeddings"] is True
-    assert config != TokenFormerConfig(hidden_size=64, num_heads=4)
     assert TokenFormerConfig(**config.to_dict()).to_dict() == config.to_dict()
     with pytest.raises(InputError, match=r"hidden_size is 32, but .* is 64: give one"):
         TokenFormerConfig(embed_dim=64, hidden_size=32)
 
 
+def test_unknown_names_are_refused(tmp_path):
+    for name, close in {"rope_theta": "theta", "sliding_window": "none", "depht": "depth"}.items():
+        with pytest.raises(InputError, match=rf"no {name}: correct it \(close names: .*{close}"):
+            TokenFormerConfig(**{name: 2})
+    with pytest.raises(InputError, match="no rope_parameters: "):
+        TokenFormerConfig(rope_scaling={"rope_type": "linear", "factor": 2.0})
+    theirs = {"num_labels": 3, "torch_dtype": "float32", "attn_implementation": "eager"}
+    config = TokenFormerConfig(**theirs, name_or_path="x", output_attentions=True, temperature=0.5)
+    config.note = "of another library"
+    config.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="has no note"):
+        assert AutoConfig.from_pretrained(tmp_path).note == config.note
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_tau_stays_float32(dtype, tmp_path):
-    model = build()
-    tau = model.model.blocks[0].mlp.tau.clone()
+    tau = build().model.blocks[0].mlp.tau
     assert tau != tau.to(dtype)
-    low = reload(model, tmp_path, dtype=dtype)
-    for each in (low, build().to(dtype)):
+    low = reload(build(), tmp_path, dtype=dtype)
+    for each in (low, build().to(dtype), reload(low, tmp_path / "low")):
         assert each.dtype == dtype
-        torch.testing.assert_close(each.model.blocks[0].mlp.tau, tau, rtol=0, atol=0)
-    assert reload(low, tmp_path / "low").dtype == dtype
+        assert torch.equal(each.model.blocks[0].mlp.tau, tau)
 
 
 @pytest.mark.parametrize("kind", [{"nested": (0.5,)}, KINDS["linear"]])
 def test_what_a_checkpoint_lacks_is_drawn_and_the_rest_is_not(kind, tmp_path):
     model, absent = build(**kind), "model.blocks.1.mlp.key_param_tokens"
-    norm = "model.blocks.1.norm1.weight"
-    for layer in find_layers(model).values():
-        layer.tau.mul_(1.7)
-    for parameter in model.parameters():
-        parameter.data += 0.1
+    norm, file = "model.blocks.1.norm1.weight", tmp_path / "model.safetensors"
+    for each in (*model.parameters(), *(layer.tau for layer in find_layers(model).values())):
+        each.data += 0.1
     model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors[absent]
-    lacking = {absent} | {name for name in (norm,) if tensors.pop(name, None) is not None}
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    tensors = load_file(file)
+    lacking = {absent, norm} & tensors.keys()
+    tensors = {name: each for name, each in tensors.items() if name not in lacking}
+    save_file(tensors, file, {"format": "pt"})
     loaded, found = load(tmp_path)
     assert set(found["missing_keys"]) == lacking
     own = loaded.state_dict()
@@ -158,7 +146,18 @@ def test_what_a_checkpoint_lacks_is_drawn_and_the_rest_is_not(kind, tmp_path):
         load_language_model(tmp_path)
 
 
-@pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin"])
+def test_a_cut_file_is_told(name, tmp_path):
+    build().save_pretrained(tmp_path)
+    if name == "pytorch_model.bin":
+        torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / name)
+        (tmp_path / "model.safetensors").unlink()
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-9])
+    with pytest.raises(InputError, match=r"model in .* cannot be read .*: copy or export it again"):
+        load_language_model(tmp_path)
+
+
+@pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("kind", ["rotary", "learned"])
 def test_with_and_without_a_cache_it_writes_the_same(kind, search, seed, tokens):
     model, mask = build(**KINDS[kind]).double(), torch.ones_like(tokens)
@@ -173,15 +172,14 @@ def test_with_and_without_a_cache_it_writes_the_same(kind, search, seed, tokens)
         assert written[0].shape[1] == inputs["inputs"].shape[1] + 12
 
 
-@pytest.mark.parametrize("how", ["plain", "checkpointing", "smoothing"])
-def test_the_trainer_trains_it(how, tmp_path):
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_trainer_trains_it(smoothing, tmp_path):
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     model = TokenFormerForCausalLM(TokenFormerConfig(**SHAPE, rotary_share=0.5))
     tokens = torch.randint(61, (8, 16))
     data = [{"input_ids": row, "labels": row, "attention_mask": row > -1} for row in tokens]
-    options = {"gradient_checkpointing": how == "checkpointing", **STEPS}
-    options["label_smoothing_factor"] = 0.1 if how == "smoothing" else 0.0
-    arguments = transformers.TrainingArguments(str(tmp_path), **options)
+    how = {"gradient_checkpointing": not smoothing, "label_smoothing_factor": smoothing}
+    arguments = transformers.TrainingArguments(str(tmp_path), **STEPS, **how)
     trainer = transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -190,8 +188,7 @@ def test_the_trainer_trains_it(how, tmp_path):
     with torch.no_grad():
         log_p = model.eval()(tokens).logits[:, :-1].log_softmax(-1)
     expected = -log_p.gather(-1, tokens[:, 1:, None]).mean()
-    if how == "smoothing":
-        expected = 0.9 * expected - 0.1 * log_p.mean()
+    expected = (1 - smoothing) * expected - smoothing * log_p.mean()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-4)
     saved = load_language_model(tmp_path / "checkpoint-24")
     torch.testing.assert_close(saved(tokens).logits, model(tokens).logits)
@@ -209,7 +206,6 @@ def test_a_grown_model_is_saved_as_grown(kind, tokens, tmp_path):
         assert {name: getattr(each.config, name) for name in counts} == counts
     torch.testing.assert_close(loaded(tokens).logits, before, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
-    assert counts.items() <= json.loads((tmp_path / "config.json").read_text()).items()
 
 
 @pytest.mark.parametrize("kind", ["tokenformer", "learned", "rotary"])
@@ -225,17 +221,9 @@ def test_a_folder_says_where_texts_end_and_how_long_they_may_be(kind, tmp_path):
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     texts = tokenizer(["one", "another"], padding=True, return_tensors="pt")
     assert classifier(**texts).logits.shape == (2, 2)
-
-
-@pytest.mark.parametrize("tie", [True, False])
-def test_the_vocabulary_can_be_resized(tie, tokens, tmp_path):
-    model = build(tie_embeddings=tie)
-    before = model(tokens).logits
-    model.resize_token_embeddings(70, mean_resizing=False)
-    assert model.config.vocab_size == model.model.config.vocab_size == 70
-    after = reload(model, tmp_path)(tokens).logits
-    assert after.shape == (3, 9, 70)
-    torch.testing.assert_close(after[..., :61], before)
+    if ours:  # a pipeline with its defaults ends with the context
+        write = transformers.pipeline("text-generation", model=str(tmp_path), device="cpu")
+        assert write("Hello", do_sample=False)[0]["generated_text"].startswith("Hello")
 
 
 def test_nested_sizes_and_extracted_models_are_saved(tokens, tmp_path):
@@ -257,7 +245,7 @@ def test_nested_sizes_and_extracted_models_are_saved(tokens, tmp_path):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_packed_rows_are_read_apart(attention, positions):
-    model = build(attention, positions=positions).double()
+    model = build(attention, positions=positions, context_length=8).double()  # for each text
     texts = [torch.randint(61, (1, length)) for length in (4, 3, 6)]
     expected = torch.cat([model(text).logits for text in texts], dim=1)
     row = torch.cat(texts, dim=1)
@@ -270,56 +258,28 @@ def test_packed_rows_are_read_apart(attention, positions):
     for mask in (allowed, added):
         logits = model(row, attention_mask=mask, position_ids=places).logits
         torch.testing.assert_close(logits, expected)
-    many = torch.randint(61, (1, 60))  # longer than the context, but no text in it is
-    places = torch.arange(60)[None] % 20
-    logits = model(many, position_ids=places, use_cache=False).logits
-    torch.testing.assert_close(logits[:, 40:], model(many[:, 40:]).logits)
 
 
 @pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}, {"num_beams": 2}])
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
-@pytest.mark.parametrize("embedded", [False, True])
-def test_a_text_ends_with_the_context(how, positions, embedded, tokens):
-    model = build(positions=positions).double()
-    how, long = {**PLAIN, "max_new_tokens": 99, **how}, tokens.repeat(1, 5)[:, :40]
-    inputs = [{"inputs": each} for each in (tokens, long)]
-    if embedded:
-        embed = model.get_input_embeddings()
-        inputs = [{"inputs_embeds": embed(each)} for each in (tokens, long)]
-    whole = model.generate(**inputs[0], **how)
-    assert whole.shape == (3, 31 if embedded else 40)
-    assert torch.equal(whole[:, -31:], model.generate(tokens, **how)[:, 9:])
-    with pytest.raises(InputError, match=r"prompt has 40 tokens.*context_length is 40: shorten"):
-        model.generate(**inputs[1], **how)
-
-
-def test_a_pipeline_with_its_defaults_ends_with_the_context(tmp_path):
-    save_language_model(build(vocab_size=258).double(), tmp_path, byte_tokenizer())
-    write = pipeline("text-generation", model=str(tmp_path), device="cpu")
-    streamer = TextIteratorStreamer(write.tokenizer, timeout=60, skip_special_tokens=True)
-    text = write("Hello", do_sample=False, streamer=streamer)[0]["generated_text"]
-    assert text.startswith("Hello")
-    assert "".join(streamer) == text
+def test_a_text_ends_with_the_context(how, positions, tokens):
+    model, how = build(positions=positions).double(), {**PLAIN, "max_new_tokens": 99, **how}
+    embed, whole = model.get_input_embeddings(), model.generate(tokens, **how)
+    assert whole.shape == (3, 40)
+    assert torch.equal(whole[:, 9:], model.generate(inputs_embeds=embed(tokens), **how))
+    for full in ({"inputs": whole}, {"inputs_embeds": embed(whole)}):
+        with pytest.raises(InputError, match=r"prompt has 40 tokens.*length is 40: shorten"):
+            model.generate(**full, **how)
 
 
 def test_a_paged_cache_writes_the_same():
-    model = build()
-    prompts = [torch.randint(2, 61, (length,)).tolist() for length in (4, 9, 6)]
-    how = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    model, prompts = build(), [torch.randint(2, 61, (length,)).tolist() for length in (4, 9, 6)]
+    how = transformers.GenerationConfig(**PLAIN, eos_token_id=-1)
+    small = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     found = model.generate_batch(prompts, how, small, progress_bar=False)
     for prompt, output in zip(prompts, found.values(), strict=True):
         alone = model.generate(torch.tensor([prompt]), generation_config=how)
         assert output.generated_tokens == alone[0, len(prompt) :].tolist()
-
-
-@pytest.mark.slow
-@torch.no_grad()  # PyTorch's has no gradient on a CPU
-def test_flex_attention_computes_the_same(tokens):
-    model = build()
-    expected = model(tokens, use_cache=False).logits
-    model.set_attn_implementation("flex_attention")
-    torch.testing.assert_close(model(tokens, use_cache=False).logits, expected)
 
 
 @pytest.mark.parametrize("auto", [False, True])
@@ -337,26 +297,31 @@ def test_weights_for_another_computation_are_refused(auto, tmp_path):
     with pytest.raises(InputError, match=r"num_heads is 4, .* trained with 2: set num_heads=2"):
         load(tmp_path, num_attention_heads=4)
     assert load(tmp_path, rotary_base=2e4).config.rotary_base == 2e4  # for longer sequences
+    for eight in (transformers.QuantoConfig(), transformers.BitsAndBytesConfig(load_in_8bit=True)):
+        with pytest.raises(InputError, match=r"quantization_config .*see examples/quantize\.py"):
+            load(tmp_path, quantization_config=eight)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_the_first_blocks_draft_what_the_model_writes(depth, tokens):
+def test_the_first_blocks_draft_what_the_model_writes(tokens):
     model, runs = build(depth=3, num_ffn_param_tokens=[128, 96, 64]).double(), []
     expected = model.generate(tokens[:1], **PLAIN)
     for block in model.model.blocks:
         block.register_forward_hook(lambda block, *_: runs.append(block.attn.layer_idx))
-    written = model.generate(tokens[:1], assistant_early_exit=depth, **PLAIN)
-    assert torch.equal(written, expected)
-    assert model.config.num_hidden_layers == 3
-    assert runs.count(0) == runs.count(depth - 1) > runs.count(depth)
+    assert torch.equal(model.generate(tokens[:1], assistant_early_exit=2, **PLAIN), expected)
+    assert runs.count(0) == runs.count(1) > runs.count(2)
 
 
 @pytest.mark.slow
-def test_compiled_generation_writes_the_same(tokens):
+@torch.no_grad()  # flex_attention has no gradient on a CPU
+def test_other_ways_to_run_it_write_the_same(tokens):
     model = build().double()
     expected = model.generate(tokens, **PLAIN)
-    model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
-    assert torch.equal(model.generate(tokens, cache_implementation="static", **PLAIN), expected)
+    compiled = copy.deepcopy(model)
+    compiled.forward = torch.compile(compiled.forward, fullgraph=True, backend="aot_eager")
+    assert compiled.generate(tokens, cache_implementation="static", **PLAIN).equal(expected)
+    model.float().set_attn_implementation("flex_attention")
+    logits = model(tokens, use_cache=False).logits.double()
+    torch.testing.assert_close(logits, compiled(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_base_models_and_classifiers_open_a_language_model(tokens, tmp_path):
@@ -368,29 +333,24 @@ def test_base_models_and_classifiers_open_a_language_model(tokens, tmp_path):
     assert torch.equal(model.lm_head(features), model(tokens).logits)
     load = AutoModelForSequenceClassification.from_pretrained
     classifier = load(tmp_path, num_labels=4, pad_token_id=0)
-    assert classifier.score.weight.std().item() == pytest.approx(0.02, rel=0.3)
     tokens[0, 6:] = 0  # its last token is the one before padding
     output = classifier(tokens, labels=torch.tensor([0, 3, 2]))
     expected = classifier.score(base(tokens).last_hidden_state[[0, 1, 2], [5, 8, 8]])
     torch.testing.assert_close(output.logits, expected)
     output.loss.backward()
     grow(classifier.model.blocks, num_ffn_param_tokens=160)  # the configuration is not told
-    torch.testing.assert_close(classifier(tokens).logits, output.logits)
     classifier.save_pretrained(tmp_path)
     loaded = load(tmp_path)
+    torch.testing.assert_close(loaded(tokens).logits, output.logits)
     assert loaded.config.num_ffn_param_tokens == classifier.config.num_ffn_param_tokens == 160
-    assert loaded.sizes == (1.0,)
-    for each in (classifier, loaded):
-        each.set_size(0.5)
-    torch.testing.assert_close(loaded(tokens).logits, classifier(tokens).logits)
+    loaded.set_size(0.5)
     assert not torch.allclose(loaded(tokens).logits, output.logits)
 
 
 # In another process: without our import, and with the finder of classes that transformers copies.
 OPEN = """
-import sys
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+import sys, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 print(type(model).__module__, type(model).__name__)
 model.save_pretrained(sys.argv[2])
 """
@@ -400,10 +360,10 @@ model.save_pretrained(sys.argv[2])
 def test_a_process_without_our_import_opens_a_folder(tmp_path):
     build().double().save_pretrained(tmp_path / "model")
     places = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-c", OPEN, str(tmp_path / "model"), str(tmp_path / "again")]
+    folders = (tmp_path / "model", tmp_path / "again")
+    words = [sys.executable, "-c", OPEN, *map(str, folders)]
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **places})
     assert "tokenformer_vit.language.modeling TokenFormerForCausalLM" in done.stdout, done.stderr
-    folders = (tmp_path / "model", tmp_path / "again")
     model, again = ({path.name: path.read_bytes() for path in each.iterdir()} for each in folders)
     assert model == again
 

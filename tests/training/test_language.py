@@ -15,16 +15,10 @@ import torch.nn.functional as F
 pytest.importorskip("transformers", reason="language models need the extra [language]")
 pytest.importorskip("datasets", reason="language models need the extra [language]")
 
-from mmengine.hooks import Hook
-
 from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import (
-    byte_tokenizer,
-    load_language_model,
-    load_tokenizer,
-    save_language_model,
-)
+from tokenformer_vit.language import byte_tokenizer, load_tokenizer
+from tokenformer_vit.language.generation import load_language_model, save_language_model
 from tokenformer_vit.training.config import check_schedule, choose_checkpoint, load_config
 from tokenformer_vit.training.language.data import TokenDataset
 from tokenformer_vit.training.language.metrics import AnswerAccuracy, Perplexity
@@ -41,7 +35,6 @@ CONFIG = f"""
 _base_ = "tokenformer_vit::_base_/language_small.py"
 model = dict(config=dict(_delete_=True, rotary_share=0.5, **{ {**SIZES, **PAIRS}!r}))
 train_dataloader = dict(batch_size=4, num_workers=0)
-val_dataloader = dict(batch_size=3)
 param_scheduler = [
     dict(type="LinearLR", start_factor=1e-3, by_epoch=False, end=2),
     dict(type="CosineAnnealingLR", eta_min=2e-4, by_epoch=False, begin=2),
@@ -52,6 +45,7 @@ log_processor = dict(window_size=1)
 auto_scale_lr = dict(base_batch_size=4)
 """
 NUMBERS = itertools.count()
+NEW = {**SIZES, **PAIRS, "rotary_share": 0.5}
 
 
 def write_text(folder: Path, letters: str, generator: np.random.Generator) -> Path:
@@ -89,30 +83,12 @@ def test_rows_overlap_by_one_and_know_their_text(texts):
     assert len(pickle.dumps(alone)) < 1000
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    path = tmp_path_factory.mktemp("configs") / "small_lm.py"
-    path.write_text(CONFIG)
-    return path
-
-
-class Stop(Hook):
-    """Ends a run as a signal would, after the step of an iteration."""
-
-    priority = "LOWEST"
-
-    def __init__(self, iteration):
-        self._iteration = iteration
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        if batch_idx + 1 == self._iteration:
-            raise KeyboardInterrupt
-
-
 @pytest.fixture
-def run(config, texts):
-    def start(work_dir, resume=None, stop=None, **options):
-        cfg = load_config(config, data_root=texts["abc"], work_dir=str(work_dir))
+def run(texts, tmp_path):
+    def start(work_dir, resume=None, **options):
+        (tmp_path / "small_lm.py").write_text(CONFIG)
+        where = {"data_root": texts["abc"], "work_dir": str(work_dir)}
+        cfg = load_config(tmp_path / "small_lm.py", **where)
         # mmengine keeps what it logs by this name, for the whole process
         cfg.experiment_name = f"language_{next(NUMBERS)}"
         cfg.log_level = "ERROR"
@@ -120,42 +96,26 @@ def run(config, texts):
         check_schedule(cfg)
         choose_checkpoint(cfg, resume)
         runner = TrainingRunner.from_cfg(cfg)
-        if stop:
-            runner.register_hook(Stop(stop))
-            with pytest.raises(KeyboardInterrupt):
-                runner.train()
-        else:
-            runner.train()
+        runner.train()
         return runner
 
     return start
 
 
-TRANSFORMER = {**SIZES, "hidden_features": 24, "_delete_": True}
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("tokenformer", {}),
-        ("gpt2", {"model.architecture": "transformer", "model.config": TRANSFORMER}),
-        ("gpt_neox", {"model.architecture": "transformer", "model.config": TRANSFORMER | ROTARY}),
-    ],
-)
-def test_a_run_ends_with_a_folder_for_transformers_and_a_record(
-    kind, options, run, texts, tmp_path
-):
-    run(tmp_path / "run", **{"optim_wrapper.type": "AutocastOptimWrapper"}, **options)
+@pytest.mark.parametrize("kind", ["tokenformer", "gpt2", "gpt_neox"])
+def test_a_run_ends_with_a_folder_for_transformers_and_a_record(kind, run, texts, tmp_path):
+    options = {"optim_wrapper.type": "AutocastOptimWrapper"}
+    if kind != "tokenformer":
+        sizes = {**SIZES, **(ROTARY if kind == "gpt_neox" else {}), "hidden_features": 24}
+        options["model.config"] = {**sizes, "_delete_": True}
+        options["model.architecture"] = "transformer"
+    run(tmp_path / "run", **options)
     model = load_language_model(tmp_path / "run")
     assert model.config.model_type == kind
-    tokenizer = load_tokenizer(tmp_path / "run", model.config.vocab_size)
-    prompt = tokenizer("aab ", return_tensors="pt").input_ids
-    new = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=257)
-    assert new.shape == (1, 12)
+    assert load_tokenizer(tmp_path / "run", model.config.vocab_size).decode([97]) == "a"
     record = json.loads((tmp_path / "run" / "record.json").read_text())
-    assert (record["iterations"], record["train_sequences"]) == (12, 40)
-    assert record["sequences_per_step"] == 4
-    assert record["dtype"] == "bfloat16 autocast"
+    facts = ("iterations", "train_sequences", "sequences_per_step", "dtype")
+    assert [record[name] for name in facts] == [12, 40, 4, "bfloat16 autocast"]
     assert {"transformers", "tokenizers"} <= record["versions"].keys()
     # What validation says of the last weights is what they say themselves.
     inputs = torch.stack([row["inputs"] for row in TokenDataset(texts["abc"], "val")])
@@ -167,61 +127,45 @@ def test_a_run_ends_with_a_folder_for_transformers_and_a_record(
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-GROWTHS = [
-    {"iteration": 4, "num_ffn_param_tokens": 48},
-    {"iteration": 9, "num_qkv_param_tokens": 20},
-]
-
-
 @pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on_exactly(run, tmp_path):
-    """In the middle of the second epoch, with growth, accumulation and workers."""
-    options = {
-        "default_hooks.checkpoint.interval": 5,
-        "optim_wrapper.accumulative_counts": 2,
-        "train_dataloader.num_workers": 1,
-        "train_dataloader.persistent_workers": True,
-        "custom_hooks": [{"type": "CostHook"}, {"type": "GrowthHook", "schedule": GROWTHS}],
-    }
+def test_a_run_goes_on_exactly(run, tmp_path):
+    """In the first epoch, with growth, accumulation and workers."""
+    grown = [{"iteration": 4, "num_ffn_param_tokens": 48}]
+    grown += [{"iteration": 9, "num_qkv_param_tokens": 20}]
+    hooks = [{"type": "CostHook"}, {"type": "GrowthHook", "schedule": grown}]
+    options = {"default_hooks.checkpoint.interval": 5, "custom_hooks": hooks}
+    options |= {"optim_wrapper.accumulative_counts": 2, "train_dataloader.num_workers": 1}
+    options |= {"default_hooks.checkpoint.max_keep_ckpts": -1}
     whole = run(tmp_path / "whole", **options)
-    run(tmp_path / "cut", stop=8, **options)
-    assert max(losses(tmp_path / "cut")) in (7, 8)
-    cut = run(tmp_path / "cut", resume="auto", **options)
-    perplexities, expected = (
-        {step: record["perplexity"] for step, record in scalars(tmp_path / name)[1].items()}
-        for name in ("cut", "whole")
-    )
-    assert perplexities == expected
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    assert list(losses(tmp_path / "whole")) == list(range(1, 13))
+    cut = run(tmp_path / "cut", resume=str(tmp_path / "whole" / "iter_5.pth"), **options)
+    found = losses(tmp_path / "cut"), losses(tmp_path / "whole")
+    assert [*found[0]] == [*range(6, 13)]
+    assert found[0].items() <= found[1].items()
+    cut_at, whole_at = (scalars(tmp_path / name)[1] for name in ("cut", "whole"))
+    for step in (8, 12):
+        assert cut_at[step]["perplexity"] == whole_at[step]["perplexity"]
     for one, other in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
         assert torch.equal(one, other)
-    record = json.loads((tmp_path / "cut" / "record.json").read_text())
-    assert record["resumed_at_iteration"] == 5
-    assert record["flops"] == json.loads((tmp_path / "whole" / "record.json").read_text())["flops"]
+    record, other = (
+        json.loads((tmp_path / name / "record.json").read_text()) for name in ("cut", "whole")
+    )
+    assert (record["resumed_at_iteration"], record["flops"]) == (5, other["flops"])
     assert [growth["iteration"] for growth in record["growth"]] == [4, 9]
 
 
 def test_perplexity_of_several_texts_is_that_of_their_tokens():
     metric = Perplexity()
     metric.dataset_meta = {"sources": ("en", "fr")}
-    rows = [
-        {"losses": torch.tensor([1.0, 2.0]), "source": torch.tensor(0)},
-        {"losses": torch.tensor([4.0, 0.5]), "source": torch.tensor(1)},
-        {"losses": torch.tensor([0.25, 0.25]), "source": torch.tensor(1)},
-    ]
-    metric.process(None, rows)
-    assert metric.evaluate(3) == {
-        "perplexity": pytest.approx(math.exp(8 / 6)),
-        "perplexity/en": pytest.approx(math.exp(1.5)),
-        "perplexity/fr": pytest.approx(math.exp(1.25)),
-    }
+    losses = torch.tensor([[1.0, 2.0], [4.0, 0.5], [0.25, 0.25]])
+    rows = zip(losses, torch.tensor([0, 1, 1]), strict=True)
+    metric.process(None, [{"losses": row, "source": source} for row, source in rows])
+    wanted = {"perplexity": 8 / 6, "perplexity/en": 1.5, "perplexity/fr": 1.25}
+    assert metric.evaluate(3) == pytest.approx({key: math.exp(x) for key, x in wanted.items()})
 
 
 def test_an_answer_is_right_if_all_of_it_is():
     metric = AnswerAccuracy(start=9, end=0)
-    # Of three answers that are whole one is right; what begins before the row, or goes on behind
-    # it, does not count, and neither does what is wrong outside of answers.
+    # Of three whole answers one is right. Parts of answers do not count, nor what is outside.
     targets = torch.tensor([5, 0, 1, 9, 2, 3, 0, 9, 2, 0, 9, 7, 0, 9, 4])
     right = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1, 1], dtype=torch.bool)
     metric.process(None, [{"targets": targets, "right": right}])
@@ -232,8 +176,7 @@ def test_an_answer_is_right_if_all_of_it_is():
 
 
 def test_training_goes_on_in_float32_from_weights_of_16_bits(tmp_path):
-    model = CausalLM("tokenformer", {**SIZES, **PAIRS, "rotary_share": 0.5}).model
-    save_language_model(model.bfloat16(), tmp_path / "half")
+    save_language_model(CausalLM("tokenformer", NEW).model.bfloat16(), tmp_path / "half")
     started = CausalLM(checkpoint=str(tmp_path / "half"), growth={"num_ffn_param_tokens": 40})
     assert {parameter.dtype for parameter in started.parameters()} == {torch.float32}
 
@@ -250,11 +193,8 @@ def test_tokenizers_of_one_name_and_size_that_differ_are_refused(run, texts, tmp
     val = [texts["abc"], str(folder)] if place == "among val" else str(folder)
     options = {"val_dataloader.dataset.data_root": val}
     if place == "the checkpoint":
-        save_language_model(
-            CausalLM("tokenformer", {**SIZES, **PAIRS, "rotary_share": 0.5}).model,
-            folder,
-            load_tokenizer(folder),
-        )
+        model = CausalLM("tokenformer", NEW).model
+        save_language_model(model, folder, load_tokenizer(folder))
         options = {"model.config": {"_delete_": True}, "model.checkpoint": str(folder)}
     with pytest.raises(InputError, match=r"differ: token 97 is '[ab]' .* --tokenizer"):
         run(tmp_path / "run", **options)
@@ -265,10 +205,7 @@ def test_tokenizers_of_one_name_and_size_that_differ_are_refused(run, texts, tmp
     [
         ({"model.config.vocab_size": 100}, r"vocab_size of 258, .* is 100: set .*vocab_size=258"),
         ({"model.config.context_length": 8}, r"context_length of 16, .*set .*context_length=16"),
-        (
-            {"model.checkpoint": "nowhere"},
-            r"the checkpoint nowhere has its own sizes: set .*_delete_",
-        ),
+        ({"model.checkpoint": "nowhere"}, r"nowhere has its own sizes: set .*_delete_"),
         ({"train_dataloader.dataset.data_root": "nowhere"}, r"there is no folder nowhere"),
     ],
 )
@@ -279,12 +216,10 @@ def test_what_does_not_fit_is_said(run, tmp_path, options, message):
 
 def test_weights_of_another_theta_are_refused(run, tmp_path):
     run(tmp_path / "run")
-    theta = {"model.config.theta": "gelu_l1"}
     checkpoint = str(tmp_path / "run" / "iter_12.pth")
-    with pytest.raises(InputError, match=r"theta is 'gelu_l1', .* trained with 'gelu_l2': set"):
-        run(tmp_path / "other", load_from=checkpoint, **theta)
-    with pytest.raises(InputError, match=r"theta is 'gelu_l1', .* trained with 'gelu_l2': set"):
-        run(tmp_path / "run", resume=checkpoint, **theta)
+    for name, how in (("other", "load_from"), ("run", "resume")):
+        with pytest.raises(InputError, match=r"theta is 'gelu_l1', .* trained with 'gelu_l2': set"):
+            run(tmp_path / name, **{how: checkpoint, "model.config.theta": "gelu_l1"})
     run(tmp_path / "other", load_from=checkpoint, **{"model.config.theta": "gelu_l2"})
 
 

@@ -17,8 +17,9 @@ import numpy as np
 
 from tokenformer_vit import language
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language.data import open_tokens, read_text_meta
+from tokenformer_vit.language.data import open_tokens, read_text_meta, unreadable
 from tokenformer_vit.language.evaluation import measure_text, text_values
+from tokenformer_vit.language.tokenizers import encode
 from tokenformer_vit.records import environment, write_record
 
 from .arguments import Parser, device, whole_number
@@ -42,8 +43,6 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if not (args.text or args.data):
         parser.error("there is nothing to evaluate: give --text or --data")
-    if missing := [file for file in args.text if not file.is_file()]:
-        parser.error(f"there is no file {missing[0]}; give existing files with --text")
     model = language.load_language_model(args.model).float().to(args.device)
     most = getattr(model.config, "max_position_embeddings", None)
     context = args.context or most or 1024
@@ -52,7 +51,7 @@ def main(argv: list[str]) -> None:
     if not stride <= context <= (most or context):
         raise InputError(f"{limits} does not hold: give smaller numbers")
     texts = {}
-    for name, tokens, sizes in _texts(args, model.config.vocab_size):
+    for name, tokens, sizes in [*_texts(args, model.config.vocab_size)]:
         how = {"batch_size": args.batch_size, "amp": args.amp, "title": name}
         values = text_values(*measure_text(model, tokens, context, stride, **how), *sizes)
         found = (f"{key} {value:.5g}" for key, value in values.items() if value is not None)
@@ -69,8 +68,11 @@ def _texts(args: argparse.Namespace, vocab_size: int) -> Iterator[tuple[str, Any
     """Yield the name and the tokens of each text, and its numbers of bytes and, if known, words."""
     for file in args.text:
         tokenizer = language.load_tokenizer(args.tokenizer or args.model, vocab_size)
-        text = file.read_text(encoding="utf-8-sig")
-        ids: Any = tokenizer(text, verbose=False)["input_ids"]
+        try:
+            text = file.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeError) as error:
+            raise unreadable(file, error) from error
+        [ids] = encode(tokenizer, [text])
         yield str(file), np.array(ids), (len(text.encode()), len(text.split()))
     if args.data:
         tokens = open_tokens(args.data, args.split)

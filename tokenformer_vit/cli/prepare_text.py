@@ -7,12 +7,11 @@
 A source is a file of text, .jsonl, .ndjson, .json, .csv or .parquet (also .gz, .zst), or a folder
 of them. A text file is one document, unless --documents divides it. The end of each long document
 is held out, and of short ones those that a hash of their content picks; or --val names other files.
-With --limit-tokens sources are streamed, not downloaded. --reversal draws 16 digits and their
-reversal, the smallest check of language training. OUT appears when it is complete. If interrupted,
-run the same command again: datasets keeps what is tokenized in its cache.
+With --limit-tokens sources are streamed. If interrupted, run the same command again.
 """
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ def main(argv: list[str]) -> None:
     add("--hub-config", metavar="NAME", help="configuration of the data set")
     add("--hub-revision", metavar="NAME", help="branch, tag or commit")
     add("--split", default="train", help="split of --hub; default: train")
-    add("--reversal", type=positive, metavar="LINES", help="draw lines of digits")
+    add("--reversal", type=positive, metavar="LINES", help="draw 16 digits and their reversal")
     add("--tokenizer", default="bytes", help="bytes (default), bpe:SIZE, path, or name on the hub")
     add("--context-length", type=positive, metavar="N", help="rows of N + 1 tokens; default: 1024")
     add("--val-share", type=float, default=0.005, metavar="X", help="held out; default: 0.005")
@@ -48,13 +47,15 @@ def main(argv: list[str]) -> None:
     if args.reversal and (args.tokenizer != "bytes" or args.context_length not in (None, 34)):
         parser.error("--reversal needs --tokenizer bytes and --context-length 34, a line")
     texts, val_texts = _texts(args)
-    tokenizer = _tokenizer(args, texts)
     length = args.context_length or (34 if args.reversal else 1024)
     how: dict[str, Any] = {"limit_tokens": args.limit_tokens, "workers": args.workers}
     how |= {"val_texts": val_texts, "val_share": 0.0 if val_texts else args.val_share}
     sources = list(map(str, args.sources)) or [args.hub or "reversal"]
     how["about"] = {"tokenizer": args.tokenizer, "sources": sources}
-    meta = data.prepare_text(texts, args.target, tokenizer, length, **how)
+    try:
+        meta = data.prepare_text(texts, args.target, _tokenizer(args, texts), length, **how)
+    except UnicodeError as error:  # streamed texts are read only now
+        raise data.unreadable(", ".join(sources), error) from error
     for split, counts in meta["splits"].items():
         print(f"{split}: {', '.join(f'{count:,} {name}' for name, count in counts.items())}")
     print(f"Done. In {args.target}: a vocabulary of {meta['vocab_size']:,} ({args.tokenizer})")
@@ -79,7 +80,7 @@ def _texts(args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
 def _tokenizer(args: argparse.Namespace, texts: list[Any]) -> Any:
     if args.tokenizer == "bytes":
         return language.byte_tokenizer()
-    if args.tokenizer.startswith("bpe:"):
+    if size := re.fullmatch(r"bpe:(\d+)", args.tokenizer):
         some = data.training_texts(texts, args.val_share, min(2**30, args.limit_tokens or 2**30))
-        return language.train_tokenizer(some, int(args.tokenizer.removeprefix("bpe:")))
+        return language.train_tokenizer(some, int(size[1]))
     return language.load_tokenizer(args.tokenizer)

@@ -66,13 +66,14 @@ def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
 
 
 def unwrapped_layers(model: nn.Module) -> dict[str, Pattention]:
-    """Find the Pattention layers of a model that is neither fused nor wrapped by PyTorch."""
+    """Find the Pattention layers of a model that is not fused, nor wrapped by PyTorch or peft."""
     # By name: torch.distributed may be missing, and FSDP2 makes a class of its own.
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    if found := kinds & {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}:
+    wrappers = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel", "ParamWrapper"}
+    if found := kinds & wrappers:
         raise InputError(
             f"the model is wrapped by {found.pop()}, which would not notice other pairs: change "
-            "the model before it is wrapped"
+            "the model before it is wrapped, or after merge_and_unload() of peft"
         )
     check_not_fused(model)
     if torch.is_inference_mode_enabled():

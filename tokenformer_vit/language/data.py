@@ -21,6 +21,8 @@ from tqdm import tqdm
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import new_folder
 
+from .tokenizers import encode
+
 Texts = Dataset | IterableDataset
 
 META = "meta.json"
@@ -30,14 +32,6 @@ _READERS |= dict.fromkeys((".json", ".jsonl", ".ndjson"), "json")
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 # Characters. A smaller held-out part is less than a paragraph: such a file is not divided.
 _LEAST_HELD_OUT = 1024
-# The text as it is: "<|endoftext|>" in it does not end it.
-_AS_IT_IS = {
-    "add_special_tokens": False,
-    "split_special_tokens": True,
-    "return_attention_mask": False,
-    "return_token_type_ids": False,
-    "verbose": False,
-}
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
@@ -71,26 +65,24 @@ def load_files(
     groups: dict[str, list[str]] = {}
     for file in files:
         groups.setdefault(_reader(file) or "text", []).append(str(file))
+    sample = {"file": "document"}.get(documents, documents)
+    how: dict[str, Any] = {"text": {"sample_by": sample, "encoding": "utf-8-sig"}}
+    # pandas would read NA as nothing, and 007 as 7.
+    how["csv"] = {"usecols": [column], "converters": {column: str}, "keep_default_na": False}
     texts = []
     for reader, names in groups.items():
-        how, own = {}, column
-        if reader == "text":
-            sample = {"file": "document"}.get(documents, documents)
-            how, own = {"sample_by": sample, "encoding": "utf-8-sig"}, "text"
-        texts.append(load_texts(reader, own, streaming=streaming, data_files=names, **how))
+        own = {"streaming": streaming, "data_files": names, **how.get(reader, {})}
+        texts.append(load_texts(reader, "text" if reader == "text" else column, **own))
     return texts
 
 
-def load_texts(name: str, column: str, **how: Any) -> Texts:
+def load_texts(name: str, column: str, /, **how: Any) -> Texts:
     """Open a data set of ``datasets.load_dataset`` as one with a single column ``text``."""
     try:
         texts: Any = load_dataset(name, **{"split": "train", **how})
+        next(iter(texts), None)  # with streaming, reading begins here
     except Exception as error:  # of datasets, the hub and the readers
-        reason = one_line(error.__cause__ or error)
-        raise InputError(
-            f"the text in {how.get('data_files', name)} cannot be read: {reason}; convert it to "
-            "UTF-8 text, JSON lines or parquet"
-        ) from error
+        raise unreadable(how.get("data_files", name), error) from error
     names = texts.column_names
     if names and column not in names:
         raise InputError(
@@ -101,21 +93,33 @@ def load_texts(name: str, column: str, **how: Any) -> Texts:
     return texts if column == "text" else texts.rename_column(column, "text")
 
 
+def unreadable(source: Any, error: BaseException) -> InputError:
+    """Return the error of a text that cannot be read."""
+    return InputError(
+        f"the text in {source} cannot be read: {one_line(error.__cause__ or error)}; give UTF-8 "
+        "text, JSON lines or parquet, and the right --column"
+    )
+
+
 def reversal_text(lines: int) -> Dataset:
     """Draw different lines of 16 digits and their reversal, such as ``8307>7038``: one document."""
     numbers = (f"{drawn:016d}" for drawn in random.Random(0).sample(range(10**16), lines))
     return Dataset.from_dict({"text": ["".join(f"{word}>{word[::-1]}\n" for word in numbers)]})
 
 
-def divide(text: str, val_share: float) -> list[tuple[str, bool]]:
+def divide(text: str | None, val_share: float) -> list[tuple[str, bool]]:
     """Divide a document into parts, each with whether it is held out.
 
     A long document is cut at the start of a line, or of a word. Short ones are chosen whole by a
-    hash of their content, which keeps equal ones on one side.
+    hash of their content, which keeps equal ones on one side. Nothing is left of an empty one.
     """
+    if not isinstance(text, str | None):
+        raise InputError(f"{text!r} in a row is no text: choose a column of texts with --column")
+    if not text:
+        return []
     if len(text) * val_share < _LEAST_HELD_OUT:
         number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-        return [(text, number < val_share * 2**64)] if text else []
+        return [(text, number < val_share * 2**64)]
     place = int(len(text) * (1 - val_share))
     cut = text.find("\n", place - 1) + 1
     if cut in (0, len(text)):  # text8 is a single line
@@ -127,7 +131,7 @@ def training_texts(texts: Sequence[Texts], val_share: float, limit: int) -> Iter
     """Iterate over texts that a tokenizer may be trained on, up to a number of characters."""
     rows: Any = (row for each in texts for row in each)
     for row in rows:
-        for part, held_out in divide(row["text"] or "", val_share):
+        for part, held_out in divide(row["text"], val_share):
             if not held_out:
                 yield part
                 limit -= len(part)
@@ -217,11 +221,11 @@ def _tokens(
 
 
 def _tokenize(
-    batch: Mapping[str, list[str | None]], tokenizer: Any, dtype: str, val_share: float
+    batch: Mapping[str, list[Any]], tokenizer: Any, dtype: str, val_share: float
 ) -> dict[str, list[Any]]:
-    parts = [part for text in batch["text"] for part in divide(text or "", val_share)]
+    parts = [part for text in batch["text"] for part in divide(text, val_share)]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids = tokenizer([text for text, _ in parts], **_AS_IT_IS)["input_ids"] if parts else []
+    ids = encode(tokenizer, [text for text, _ in parts])
     return {
         "tokens": [np.array(each + end, dtype) for each in ids],
         "held_out": [held_out for _, held_out in parts],
@@ -231,10 +235,15 @@ def _tokenize(
 
 def read_text_meta(folder: Path) -> dict[str, Any]:
     """Read ``meta.json`` of a folder of tokens that :func:`prepare_text` wrote."""
-    if not (folder / META).is_file():
-        missing = f"{folder} has no {META}" if folder.is_dir() else f"there is no folder {folder}"
-        raise InputError(f"{missing}; make a folder of tokens with tokenformer-vit prepare-text")
-    return json.loads((folder / META).read_text(encoding="utf-8"))
+    try:
+        return json.loads((folder / META).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        fault = (
+            f"{folder} has no whole {META}" if folder.is_dir() else f"there is no folder {folder}"
+        )
+        raise InputError(
+            f"{fault}; make a folder of tokens with tokenformer-vit prepare-text"
+        ) from error
 
 
 def open_tokens(folder: Path, split: str) -> NDArray[np.integer]:
@@ -243,9 +252,10 @@ def open_tokens(folder: Path, split: str) -> NDArray[np.integer]:
     if split not in meta["splits"]:
         raise InputError(f"{folder} has no split {split!r}; it has: {', '.join(meta['splits'])}")
     file, wanted = folder / f"{split}.bin", meta["splits"][split]["tokens"]
-    tokens = np.memmap(file, meta["dtype"], mode="r")
-    if len(tokens) != wanted:
+    size = file.stat().st_size if file.is_file() else 0
+    if size != wanted * np.dtype(meta["dtype"]).itemsize:
         raise InputError(
-            f"{file} has {len(tokens)} tokens, but {META} says {wanted}: copy or prepare it again"
+            f"{file} has {size} bytes, but {META} says {wanted} tokens of {meta['dtype']}: copy or "
+            "prepare it again"
         )
-    return tokens
+    return np.memmap(file, meta["dtype"], mode="r")

@@ -1,12 +1,17 @@
 """Load and save a language model with its tokenizer."""
 
+from json import JSONDecodeError
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import new_folder
+
+_UNREADABLE = (OSError, EOFError, JSONDecodeError, RuntimeError, SafetensorError, UnpicklingError)
 
 
 def load_language_model(folder: Path) -> Any:
@@ -19,16 +24,21 @@ def load_language_model(folder: Path) -> Any:
         The model on the CPU, in evaluation mode, in the dtype of the saved weights.
 
     Raises:
-        InputError: If there is no such folder, or a weight is missing, which transformers would
-            draw at random.
+        InputError: If there is no such folder, a file in it is damaged, or a weight is missing,
+            which transformers would draw at random.
     """
     if not (folder / "config.json").is_file():
         raise InputError(
             f"there is no {folder / 'config.json'}; give a folder that save_pretrained wrote"
         )
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
-    )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+    except _UNREADABLE as error:
+        raise InputError(
+            f"the model in {folder} cannot be read ({one_line(error)}): copy or export it again"
+        ) from error
     model, found = loaded
     if missing := sorted(found["missing_keys"]):
         raise InputError(

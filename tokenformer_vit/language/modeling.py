@@ -1,7 +1,9 @@
 """Language models of TokenFormer blocks as models of Hugging Face's transformers."""
 
 import shutil
+import warnings
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,8 @@ class TokenFormerConfig(PretrainedConfig, LMConfig):
             ``embed_dim``, ``depth``, ``num_heads``, ``context_length`` and ``tie_embeddings``.
 
     Raises:
-        InputError: As LMConfig does, or if two names of a field get different values.
+        InputError: As LMConfig does, or if a name is unknown, or two names of a field get different
+            values.
     """
 
     model_type = "tokenformer"
@@ -75,6 +78,17 @@ class TokenFormerConfig(PretrainedConfig, LMConfig):
         kwargs.pop("auto_map", None)  # a file's own may lead to any code
         PretrainedConfig.__post_init__(self, **kwargs)
         LMConfig.__post_init__(self)
+        ours = {*self.__dataclass_fields__, *self.attribute_map.values()}
+        unknown = vars(self).keys() - ours - {*dir(PretrainedConfig)}  # transformers keeps any name
+        for name in sorted(each for each in unknown if each[0] != "_"):
+            close = ", ".join(get_close_matches(name, ours)) or "none"
+            fault = (
+                f"a TokenFormer has no {name}: correct it (close names: {close}), or leave it out"
+            )
+            if self.transformers_version is None:
+                raise InputError(fault)
+            # Saved, perhaps by another library or a later version of transformers.
+            warnings.warn(fault, stacklevel=2)
         kinds = ("Config", "Model", "ModelForCausalLM", "ModelForSequenceClassification")
         names = {f"Auto{kind}": f"TokenFormer{kind.replace('ModelFor', 'For')}" for kind in kinds}
         self.auto_map = {auto: f"{_FINDER.stem}.{name}" for auto, name in names.items()}
@@ -133,8 +147,13 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
 
         Raises:
             InputError: If Θ, the heads, their rotated share, an epsilon or the nested sizes differ
-                from the saved ones.
+                from the saved ones, or for a ``quantization_config``, which would quantise nothing.
         """
+        if kwargs.get("quantization_config") is not None:
+            raise InputError(
+                "quantization_config quantises linear layers, which the blocks of a TokenFormer "
+                "lack: load it without, and see examples/quantize.py"
+            )
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         _check_computation(model, pretrained_model_name_or_path, kwargs)
@@ -334,13 +353,8 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            cache=outputs.cache,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        others = {name: outputs[name] for name in outputs if name != "last_hidden_state"}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **others)
 
 
 class TokenFormerForSequenceClassification(Classification, TokenFormerPreTrainedModel):

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import LMConfig, lm_config
+from tokenformer_vit.models.checkpoints import read_checkpoint
 from tokenformer_vit.ops import default_tau
 
 from .modeling import TokenFormerConfig, TokenFormerForCausalLM
@@ -51,18 +51,14 @@ def read_released(path: Path) -> dict[str, Tensor]:
                     f"{file} is the part of a second model-parallel process: merge the parts with "
                     "the authors' code"
                 )
-            own = _load(file)
+            own = read_checkpoint(file)
             tensors |= {f"sequential.{int(layer)}.{name}": own[name] for name in own}
         if tensors:
             return tensors
     if not path.is_file():
         raise InputError(f"{path} is no checkpoint file, and no folder with layer_*.pt files")
-    loaded: dict[str, Any] = load_file(path) if path.suffix == ".safetensors" else _load(path)
-    return loaded.get("module", loaded)
-
-
-def _load(file: Path) -> dict[str, Any]:
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    loaded = read_checkpoint(path)
+    return loaded.get("module", loaded.get("state_dict", loaded))
 
 
 def from_released(

@@ -1,6 +1,6 @@
 """Tokenizers: bytes, byte-level BPE trained on the text, or a ready-made one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,13 @@ def load_tokenizer(source: Path | str, vocab_size: int | None = None) -> PreTrai
             f"{vocab_size}: give the tokenizer that the model was trained with"
         )
     return tokenizer
+
+
+def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of texts as they are: "<|endoftext|>" spelt in a text does not end it."""
+    how = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    how |= {"return_attention_mask": False, "return_token_type_ids": False}
+    return tokenizer(list(texts), **how)["input_ids"] if texts else []
 
 
 def check_tokens_agree(one: Path, other: Path) -> None:

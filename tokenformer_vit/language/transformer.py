@@ -30,17 +30,8 @@ def transformer_lm(
     layer but the head, and no dropout. Weights start from N(0, 0.02²), those of the last layer of
     each residual part from 0.02 / √(2 · depth), or 2 / (depth · √C) with rotary positions.
 
-    Args:
-        vocab_size: V, number of entries of the embedding.
-        context_length: Largest number of tokens in a sequence.
-        embed_dim: Width C.
-        depth: Number of blocks.
-        num_heads: Number of attention heads; divides ``embed_dim``.
-        hidden_features: Neurons of each hidden layer; None for 4 C.
-        tie_embeddings: Whether the embedding is also the head.
-        positions: ``learned``, added to the embedding, or ``rotary``.
-        rotary_share: Share of the dimensions of each head that are rotated, the first ones.
-        rotary_base: Base of the wavelengths of the rotation.
+    The arguments are fields of :class:`~tokenformer_vit.models.LMConfig`, and ``hidden_features``,
+    the number of neurons of each hidden layer; None for 4 C.
 
     Returns:
         ``GPT2LMHeadModel``, whose GELU is the tanh approximation, or ``GPTNeoXForCausalLM``, whose
@@ -53,35 +44,19 @@ def transformer_lm(
     hidden = 4 * embed_dim if hidden_features is None else hidden_features
     sizes = (vocab_size, context_length, embed_dim, depth, num_heads)
     LMConfig(*sizes, positions=positions, rotary_share=rotary_share)  # checks the last two
-    common = {"vocab_size": vocab_size, "tie_word_embeddings": tie_embeddings}
+    names = ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers")
+    common: Any = dict(zip((*names, "num_attention_heads"), sizes, strict=True))
+    common |= {"tie_word_embeddings": tie_embeddings}
     common |= {"bos_token_id": None, "eos_token_id": None}  # the tokenizer says them
     if positions == "learned":
-        config = GPT2Config(
-            n_positions=context_length,
-            n_embd=embed_dim,
-            n_layer=depth,
-            n_head=num_heads,
-            n_inner=hidden,
-            activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one call instead of five
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            **common,
-        )
-        return GPT2LMHeadModel(config)
-    rotation = {"rope_theta": rotary_base, "partial_rotary_factor": rotary_share}
-    model = GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            max_position_embeddings=context_length,
-            hidden_size=embed_dim,
-            num_hidden_layers=depth,
-            num_attention_heads=num_heads,
-            intermediate_size=hidden,
-            use_parallel_residual=False,
-            rope_parameters={"rope_type": "default", **rotation},
-            **common,
-        )
-    )
+        parts: Any = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        # GPT-2's own GELU, in one call instead of five.
+        parts |= {"n_inner": hidden, "activation_function": "gelu_pytorch_tanh"}
+        return GPT2LMHeadModel(GPT2Config(**common, **parts))
+    turns = {"rope_theta": rotary_base, "partial_rotary_factor": rotary_share}
+    parts = {"intermediate_size": hidden, "use_parallel_residual": False}
+    parts |= {"rope_parameters": {"rope_type": "default", **turns}}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(**common, **parts))
     _, std = released_stds(embed_dim, depth)  # the authors have one rule for both architectures
     for block in blocks_of(model.gpt_neox):
         for layer in (block.attention.dense, block.mlp.dense_4h_to_h):
@@ -105,15 +80,7 @@ def matched_transformer(config: LMConfig, positions: str = "learned") -> Any:
     width = config.embed_dim
     qkv, proj = (np.mean(getattr(config, COUNTS[kind]) or width) for kind in ("qkv", "proj"))
     ffn = np.mean(config.num_ffn_param_tokens or 4 * width)
-    return transformer_lm(
-        config.vocab_size,
-        config.context_length,
-        width,
-        config.depth,
-        config.num_heads,
-        matched_hidden(width, round(3 * qkv + proj + ffn)),
-        config.tie_embeddings,
-        positions,
-        config.rotary_share,
-        config.rotary_base,
-    )
+    hidden = matched_hidden(width, round(3 * qkv + proj + ffn))
+    same = ("vocab_size", "context_length", "embed_dim", "depth", "num_heads", "tie_embeddings")
+    shape = {name: getattr(config, name) for name in (*same, "rotary_share", "rotary_base")}
+    return transformer_lm(**shape, hidden_features=hidden, positions=positions)

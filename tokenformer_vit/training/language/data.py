@@ -36,9 +36,7 @@ class TokenDataset(Dataset):
             check_tokens_agree(self.folders[0], folder)
         sources = tuple(folder.name for folder in self.folders)
         if len(set(sources)) < len(sources):
-            raise InputError(
-                f"figures have the names of the folders {', '.join(roots)}: rename one"
-            )
+            raise InputError(f"figures are named by the folders {', '.join(roots)}: rename one")
         self._split, self._length = split, metas[0]["context_length"]
         self._tokens = [open_tokens(folder, split) for folder in self.folders]
         self._ends = np.cumsum([(len(each) - 1) // self._length for each in self._tokens])
@@ -55,7 +53,6 @@ class TokenDataset(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a row."""
         source = int(np.searchsorted(self._ends, index, side="right"))
-        first = index - (self._ends[source - 1] if source else 0)
-        begin = first * self._length
+        begin = (index - (self._ends[source - 1] if source else 0)) * self._length
         row = self._tokens[source][begin : begin + self._length + 1].astype(np.int64)
         return {"inputs": torch.from_numpy(row), "source": source}

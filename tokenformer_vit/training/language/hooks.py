@@ -48,5 +48,4 @@ class LanguageResultsHook(ResultsHook):
 
     def export(self, runner) -> None:
         """Write the files."""
-        model: CausalLM = validated_model(runner)
-        save_language_model(model.model, Path(runner.work_dir), self._tokenizer)
+        save_language_model(validated_model(runner).model, Path(runner.work_dir), self._tokenizer)
