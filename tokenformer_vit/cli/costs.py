@@ -7,7 +7,6 @@ Without --against, the Transformer has the same width and depth, and as many wei
 Training takes three times the forward FLOPs. As in Table 3 of the paper, only products count.
 """
 
-import argparse
 import json
 import warnings
 from dataclasses import asdict
@@ -39,43 +38,36 @@ def main(argv: list[str]) -> None:
     if args.lm and (args.model or args.against):
         parser.error("--lm cannot be combined with --model or --against")
     costs: list[dict[str, Any]] = []
-    for name, model in _language(args.lm) if args.lm else _vision(args):
-        parts = model_costs(model, args.tokens)
-        costs.append({"model": name, **parts, "total": total(parts)})
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*to a meta parameter")  # weights of exported folders
+        for name, model in _models(args):
+            parts = model_costs(model, args.tokens)
+            costs.append({"model": name, **parts, "total": total(parts)})
     if args.json:
         print(json.dumps(costs, default=asdict))
         return
-    names = " (left) and ".join(each.pop("model") for each in costs)
-    item = "sequence" if args.lm else "image"
-    print(f"Parameters, and training GFLOPs per {item}: {names} (right)")
-    print(f"{'part':14}", f"{'parameters':>16}{'GFLOPs':>14}" * 2, sep="")
+    names = " and, on the right, ".join(each.pop("model") for each in costs)
+    print(f"Parameters and training GFLOPs of {names}")
     for part in costs[0]:
         pair = [each[part] for each in costs]
         cells = [f"{cost.parameters:16,}{3e-9 * cost.forward_flops:14,.3f}" for cost in pair]
         print(f"{part:14}", *cells, sep="")
 
 
-def _vision(args: argparse.Namespace) -> list[tuple[str, Any]]:
-    """Return two vision models with their names."""
-    with torch.device("meta"), warnings.catch_warnings():
-        # The weights of an exported folder are not needed.
-        warnings.filterwarnings("ignore", ".*to a meta parameter")
-        name = args.model or "tokenformer_base"
-        model = load_model(name, None, **args.model_kwargs)
-        if args.against:
-            return [(name, model), (args.against, load_model(args.against, None))]
-        vit, hidden = matched_vit(model)
+def _models(args: Any) -> list[tuple[str, Any]]:
+    """Return two models with their names."""
+    if name := args.lm:
+        from tokenformer_vit import language  # needs transformers
+
+        if name not in LM_PRESETS and not Path(name, "config.json").is_file():
+            raise InputError(f"no preset or folder {name}; choose of {', '.join(LM_PRESETS)}")
+        preset = name in LM_PRESETS
+        config = lm_config(name) if preset else language.TokenFormerConfig.from_pretrained(name)
+        other: Any = language.matched_transformer(config)
+        return [(name, TokenFormerLM(config)), (f"GPT-2, {other.config.n_inner} hidden", other)]
+    name = args.model or "tokenformer_base"
+    model = load_model(name, None, **args.model_kwargs)
+    if args.against:
+        return [(name, model), (args.against, load_model(args.against, None))]
+    vit, hidden = matched_vit(model)
     return [(name, model), (f"ViT, {hidden} hidden", vit)]
-
-
-def _language(name: str) -> list[tuple[str, Any]]:
-    """Return a language model and the Transformer that matches it, with their names."""
-    from tokenformer_vit import language  # needs transformers
-
-    if name not in LM_PRESETS and not Path(name, "config.json").is_file():
-        raise InputError(f"there is no preset or folder {name}; choose of {', '.join(LM_PRESETS)}")
-    preset = name in LM_PRESETS
-    config = lm_config(name) if preset else language.TokenFormerConfig.from_pretrained(name)
-    with torch.device("meta"):
-        model, other = TokenFormerLM(config), language.matched_transformer(config)
-    return [(name, model), (f"Transformer, {other.config.n_inner} hidden", other)]
