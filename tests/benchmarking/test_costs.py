@@ -8,9 +8,9 @@ import torch
 from timm.layers import SwiGLU
 from timm.models.vision_transformer import ParallelScalingBlock
 from timm.utils import reparameterize_model
+from tokenformer_vit.benchmarking.measures import counted_flops
 
 from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total, training_flops
-from tokenformer_vit.benchmarking.measures import counted_flops
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import extract, grow
 from tokenformer_vit.layers import Pattention
