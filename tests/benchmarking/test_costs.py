@@ -1,4 +1,4 @@
-"""The closed-form costs of a model equal PyTorch's counts, part by part."""
+"""The costs of a model equal PyTorch's counts, part by part."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from timm.layers import SwiGLU
 from timm.models.vision_transformer import ParallelScalingBlock
 from timm.utils import reparameterize_model
-from tokenformer_vit.benchmarking.measures import counted_flops
+from torch.utils.flop_counter import FlopCounterMode
 
 from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total, training_flops
 from tokenformer_vit.errors import InputError
@@ -31,6 +31,8 @@ VISION = {
     "vit, no head": ("vit_tiny_patch16_224", {"num_classes": 0, "pos_embed": "none"}),
     "two class tokens": ("deit_tiny_distilled_patch16_224", {}),
     "gated feed-forward": ("vit_tiny_patch16_224", {"mlp_layer": SwiGLU}),
+    "stem": ("tokenformer_cifar10_stem", {}),
+    "ResNet stem": ("vit_tiny_r_s16_p8_224", {"patch_size": 1}),
 }
 LANGUAGE = {
     "rotary": {**PAIRS},
@@ -62,14 +64,12 @@ def count(model, num_tokens=None, backward=False):
     """Count the FLOPs of an image or a sequence with PyTorch, by module."""
     given = torch.randint(61, (1, num_tokens or 17))
     if hasattr(model, "patch_embed"):
-        given = torch.randn(1, 3, *model.patch_embed.img_size)
-
-    def run():
+        given = torch.randn(1, 3, *model.patch_embed.img_size, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
         out = model(given)
         if backward:
             (out if torch.is_tensor(out) else out.logits).sum().backward()
-
-    counted = counted_flops(run)
+    counted = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
     # Some versions of transformers compute the angles of the rotation by a matrix product.
     angles = sum(flops for name, flops in counted.items() if name.endswith(".rotary_emb"))
     return {**counted, "Global": counted["Global"] - angles}
@@ -91,9 +91,7 @@ def check(model, num_tokens=None):
     assert flops["other"] == 0
     assert sum(flops.values()) == counted["Global"]  # and so the head has the rest
     assert total(costs).parameters == sum(p.numel() for p in model.parameters())
-    # An image needs no gradient: of the patch embedding's three passes one is not made.
-    trained = count(model, num_tokens, backward=True)["Global"]
-    assert training_flops(model, num_tokens) - trained == flops["embedding"]
+    assert training_flops(model, num_tokens) == count(model, num_tokens, backward=True)["Global"]
     return costs
 
 
@@ -110,7 +108,6 @@ def test_an_image_model(case):
 def test_a_language_model(case, num_tokens):
     costs = check(language(**LANGUAGE[case]), num_tokens)
     assert costs["head"].parameters == (61 * 24 if case == "untied" else 0)
-    assert costs["embedding"].parameters == (61 + (17 if case == "learned" else 0)) * 24
 
 
 @pytest.mark.parametrize(("positions", "tie"), [("learned", True), ("rotary", False)])
@@ -119,9 +116,7 @@ def test_a_transformer(positions, tie):
     options = {"positions": positions, "hidden_features": 50, "tie_embeddings": tie}
     costs = check(lm.transformer_lm(**SHAPE, **options))
     assert costs["head"].parameters == (0 if tie else 61 * 24)
-    assert costs["embedding"].parameters == (61 + (17 if positions == "learned" else 0)) * 24
     assert costs["qkv"].parameters == 2 * 3 * (24 + 1) * 24
-    assert costs["output"].parameters == 2 * (24 + 1) * 24
 
 
 @pytest.mark.parametrize("make", [lambda: vision("tokenformer_tiny", **PAIRS), language])
@@ -154,13 +149,12 @@ def test_other_lengths_are_those_of_other_images():
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs", "said"),
+    ("kwargs", "said"),
     [
-        ("vit_tiny_patch16_224", {"global_pool": "map"}, "AttentionPoolLatent"),
-        ("vit_tiny_r_s16_p8_224", {}, "HybridEmbed"),
-        ("vit_tiny_patch16_224", {"block_fn": ParallelScalingBlock}, "ParallelScalingBlock"),
+        ({"global_pool": "map"}, "AttentionPoolLatent"),
+        ({"block_fn": ParallelScalingBlock}, "ParallelScalingBlock"),
     ],
 )
-def test_models_of_other_kinds(name, kwargs, said):
+def test_models_of_other_kinds(kwargs, said):
     with torch.device("meta"), pytest.raises(InputError, match=said):
-        training_flops(timm.create_model(name, **kwargs))
+        training_flops(timm.create_model("vit_tiny_patch16_224", **kwargs))
