@@ -7,7 +7,7 @@ import pytest
 import timm
 from timm.models import save_for_hf
 
-from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total
+from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.cli import costs
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import lm_config
@@ -22,18 +22,14 @@ def test_the_table_and_the_json_are_what_the_package_counts(command, capsys):
     words = ("--against", "vit_base_patch16_224", "--tokens", 50)
     for record in counts(capsys, *words):
         parts = model_costs(timm.create_model(record.pop("model")), 50)
-        assert record == {
-            name: asdict(each) for name, each in {**parts, "total": total(parts)}.items()
-        }
+        assert record.pop("total") == asdict(total(parts))
+        assert record == {name: asdict(each) for name, each in parts.items()}
     done = command.process("costs", *words[:2])
     assert (done.status, done.err) == (0, "")
-    title, *rows = done.out.splitlines()
+    title, *_, last = done.out.splitlines()
     assert "tokenformer_base and, on the right, vit_base_patch16_224" in title
-    assert [row.split()[0] for row in rows] == [*PARTS, "total"]
-    _, ours, our_flops, theirs, their_flops = rows[-1].split()
-    assert (ours, theirs) == ("114,759,400", "86,567,656")
     # Training takes three forwards, and a multiplication with an addition is two FLOPs.
-    assert [round(float(flops) / 6, 2) for flops in (our_flops, their_flops)] == [23.14, 17.56]
+    assert last.split() == ["total", "114,759,400", "138.847", "86,567,656", "105.383"]
 
 
 def test_an_exported_model_and_a_vit_of_equal_width_depth_and_weights(tmp_path, capsys):
@@ -43,22 +39,17 @@ def test_an_exported_model_and_a_vit_of_equal_width_depth_and_weights(tmp_path, 
     ours, theirs = counts(capsys, "--model", f"local-dir:{tmp_path}")
     assert ours["feed_forward"]["parameters"] == 2 * 2 * 24 * 97
     assert theirs["model"] == f"ViT, {4 * 24 + 97 - 2 * 24} hidden"
-    parts = ("qkv", "output", "feed_forward")
-    flops = [sum(each[part]["forward_flops"] for part in parts) for each in (ours, theirs)]
-    assert flops[0] == flops[1]  # of the weights, without biases
-    assert all(ours[part] == theirs[part] for part in ("embedding", "token_token", "head"))
+    for part in ("embedding", "token_token", "head"):
+        assert ours[part] == theirs[part]
 
 
 def test_language_models(tmp_path, capsys):
     language = pytest.importorskip("tokenformer_vit.language", exc_type=ImportError)
     both = counts(capsys, "--lm", "150m", "--tokens", "7")
     assert [each["model"] for each in both] == ["150m", "GPT-2, 4608 hidden"]
-    for each in both:  # as many weights, biases apart
-        flops = sum(each[part]["forward_flops"] for part in ("qkv", "output", "feed_forward"))
-        assert flops == 2 * 7 * 12 * 2 * 768 * 8 * 768
-    config = lm_config("tiny", depth=1, vocab_size=61, num_ffn_param_tokens=600).__dict__
-    model = language.TokenFormerForCausalLM(language.TokenFormerConfig(**config))
-    model.save_pretrained(tmp_path)
+    assert both[0]["feed_forward"]["forward_flops"] == 2 * 7 * 12 * 2 * 768 * 4 * 768
+    config = lm_config("tiny", depth=1, vocab_size=61, num_ffn_param_tokens=600)
+    language.TokenFormerConfig(**config.__dict__).save_pretrained(tmp_path)
     ours, _ = counts(capsys, "--lm", str(tmp_path))
     assert ours["feed_forward"]["parameters"] == 2 * 128 * 600
 
