@@ -59,9 +59,9 @@ def draw(model: Any, layer: str, best: dict[int, list[Path]], out: str) -> None:
             height, width = picture.shape
             axis.imshow(picture, cmap="gray", vmin=0, vmax=1, extent=(0, width, height, 0))
             # By the square root: in proportion to the weight, small weights would be invisible.
-            alpha = 0.8 * (weights.abs() / limit).sqrt()
+            alpha = 0.5 * (weights.abs() / limit).sqrt()
             extent = (0, width, height, 0)
-            axis.imshow(weights, cmap="RdBu_r", vmin=-limit, vmax=limit, alpha=alpha, extent=extent)
+            axis.imshow(weights, cmap="bwr", vmin=-limit, vmax=limit, alpha=alpha, extent=extent)
             axis.set_title(f"{weights.max():.3g}", fontsize=8)
         for axis in row:
             axis.set(xticks=[], yticks=[])
