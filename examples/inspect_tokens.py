@@ -7,7 +7,7 @@ with a map of the weights of all patches. Needs matplotlib, a trained model and 
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tokenformer_vit.vision.images import list_images, read_images
 from tokenformer_vit.vision.prediction import load_any
 
 
-def read(model: Any, paths: list[Path]) -> Iterator[tuple[list[Path], Tensor]]:
+def read(model: Any, paths: Sequence[Any]) -> Iterator[tuple[list[Path], Tensor]]:
     """Yield batches of paths and images (B, 3, H, W) as the model sees them."""
     for batch in read_images(paths, resolve_input_data_config(model), 64):
         for _, image in batch:

@@ -314,7 +314,7 @@ def main(argv: list[str]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     few, many = (1, 8) if args.lm else (4, 128)
     sizes = args.batch_sizes or [few if args.device.type == "cpu" else many]
-    groups = itertools.product(args.modes or subject.modes, args.precisions, sizes)
+    groups: Any = itertools.product(args.modes or subject.modes, args.precisions, sizes)
     for mode, precision, batch in groups:
         group: dict[str, Any] = {"mode": mode, "dtype": DTYPES[precision], "batch_size": batch}
         group["items"] = subject.items(mode, batch)

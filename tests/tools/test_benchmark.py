@@ -44,15 +44,14 @@ def test_flops_of_language_are_those_of_what_is_timed(mode):
     # To a whole number for each token.
     each = counter.get_total_flops() / subject.items(mode, 3)
     assert flops[mode] == pytest.approx(each, abs=1)
+    logits = model(batch[0], use_cache=False).logits
+    expected = (
+        cross_entropy(logits.transpose(1, 2), batch[1]) if mode == "train" else logits[:, -1:]
+    )
     row = batch[0][:, :7]  # half of the sequence, and the next token
     for _ in range(6 if mode == "decode" else 0):
         expected = model(row, use_cache=False).logits[:, -1:]
         row = torch.cat((row, expected.argmax(dim=-1)), dim=1)
-    if mode != "decode":
-        expected = model(batch[0], use_cache=False).logits
-    if mode == "train":
-        expected = cross_entropy(expected.transpose(1, 2), batch[1])
-    expected = expected[:, -1:] if mode == "prefill" else expected
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 

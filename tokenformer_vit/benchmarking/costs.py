@@ -79,7 +79,7 @@ def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Co
     """
     counted = _vision if isinstance(model, VisionTransformer) else _language
     model, tokens, width, flops = counted(model, num_tokens)
-    rows = dict.fromkeys(("qkv", "output", "feed_forward"), tokens)
+    rows = dict.fromkeys(["qkv", "output", "feed_forward"], tokens)
     if "head" not in flops:
         rows["head"] = 1 if model.global_pool else tokens
     flops["token_token"] = 4 * width * tokens**2  # scores and weighted sums
