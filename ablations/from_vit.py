@@ -31,8 +31,8 @@ from torch.utils.data import RandomSampler
 from torchvision.transforms import v2
 from tqdm import tqdm
 
+from tokenformer_vit.benchmarking.benchmark import measure_rounds
 from tokenformer_vit.benchmarking.costs import model_costs, total
-from tokenformer_vit.benchmarking.measures import measure_rounds
 from tokenformer_vit.cli import run
 from tokenformer_vit.cli.arguments import Parser, device
 from tokenformer_vit.files import whole_file

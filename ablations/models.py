@@ -57,8 +57,7 @@ class Sizes:
 
     def hidden(self, share: float = 1, pairs: float = 1) -> dict[str, int]:
         """Return a share of the neurons of the Transformer that has the weights of some pairs."""
-        remedy = "give --variants without the matched Transformers"
-        whole = matched_hidden(self.embed_dim, round(pairs * self.pairs_of_block), remedy)
+        whole = matched_hidden(self.embed_dim, round(pairs * self.pairs_of_block))
         return {"hidden_features": max(1, round(share * whole))}
 
     def depth(self, share: float) -> dict[str, int]:

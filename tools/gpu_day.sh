@@ -30,7 +30,7 @@ step() { # NAME MINUTES COMMAND...: its output is in OUT/NAME.log
     [[ ! -e $kit/runs/$1/record.json ]] || cp "$kit/runs/$1/record.json" "$out/$1.json"
     echo "$1: done after $SECONDS s"
 }
-bench() { step "$1" "$2" -m tokenformer_vit benchmark --out "$out/$1.json" --precisions autocast "${@:3}"; }
+bench() { step "$1" "$2" tools/benchmark.py --out "$out/$1.json" --precisions autocast "${@:3}"; }
 sweep() { # NAME FILE QUESTION CONFIG OPTIONS...: finished runs are not repeated
     step "$1" 10 "ablations/$2.py" "$3" --config "configs/$4.py" --data-root "$kit/images" --jobs "${JOBS:-10}" \
         --work-dir "$kit/runs/$1${RUNS:-}" --results "$out/results.csv" "${@:5}"

@@ -5,7 +5,12 @@ import runpy
 from pathlib import Path
 
 import pytest
+import timm
 import torch
+from PIL import Image
+from timm.data import create_transform
+
+from tokenformer_vit.models.checkpoints import save_model
 
 pytest.importorskip("sklearn")
 
@@ -93,3 +98,26 @@ def test_quantised_pairs_change_outputs_little(monkeypatch, capsys):
 def test_a_model_merged_with_itself_keeps_its_outputs(monkeypatch, capsys):
     (change,) = column(run(monkeypatch, capsys, "merge.py"), r"change of the outputs: (\S+)")
     assert change < 1e-5
+
+
+@torch.no_grad()
+def test_a_planted_pair_responds_to_its_image(monkeypatch, capsys, tmp_path, generator):
+    pytest.importorskip("matplotlib")
+    shape = {"depth": 3, "img_size": 32, "patch_size": 8, "embed_dim": 48, "num_heads": 3}
+    overlay = {"input_size": (3, 32, 32)}
+    model = timm.create_model("tokenformer_tiny", pretrained_cfg_overlay=overlay, **shape).eval()
+    photos = [tmp_path / f"{index}.png" for index in range(6)]
+    for photo in photos:
+        Image.fromarray(generator.integers(0, 255, (32, 32, 3), "uint8")).save(photo)
+    photos[2].write_bytes(photos[2].read_bytes()[:900])
+    transform = create_transform((3, 32, 32), crop_pct=0.875, interpolation="bicubic")
+    features = []
+    with model.blocks[1].mlp.register_forward_pre_hook(lambda _, given: features.append(given[0])):
+        model(transform(Image.open(photos[4]))[None])
+    model.blocks[1].mlp.key_param_tokens[123] = 3 * features[0][0, 10] / features[0][0, 10].norm()
+    save_model(model, tmp_path / "run")
+    words = [tmp_path / "run", *photos, "--columns", 3, "--out", tmp_path / "tokens.png"]
+    output = run(monkeypatch, capsys, "inspect_tokens.py", *map(str, words))
+    assert f"skipped: {photos[2]}: " in output
+    assert re.search(rf"^pair 123: .* in {photos[4]}$", output, re.MULTILINE)
+    assert (tmp_path / "tokens.png").read_bytes().startswith(b"\x89PNG")

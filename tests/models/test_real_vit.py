@@ -1,4 +1,4 @@
-"""A real pretrained ViT, in all that people do with one; see examples/pretrained_vit.py."""
+"""A real pretrained ViT, in all that people do with one; see tools/pretrained_vit.py."""
 
 import copy
 import subprocess
@@ -18,7 +18,7 @@ from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.vision.datasets import open_images
 from tokenformer_vit.vision.images import read_pixels
 
-SCRIPT = Path(__file__).parents[2] / "examples/pretrained_vit.py"
+SCRIPT = Path(__file__).parents[2] / "tools/pretrained_vit.py"
 pytestmark = pytest.mark.slow
 
 

@@ -276,3 +276,16 @@ def test_norms_stay_tensors():
     (norm,) = wrapper.norms.values()
     assert isinstance(norm, torch.Tensor)
     assert not LazyOptimWrapper(optimizer).norms
+
+
+@pytest.mark.parametrize("times", [2, 60])
+def test_a_cpu_that_is_slow_in_bfloat16_is_told_what_to_give(times, monkeypatch, recwarn):
+    seconds = {torch.bfloat16: times, torch.float32: 1}
+    monkeypatch.setattr(optim, "get_device", lambda: "cpu")
+    monkeypatch.setattr(optim, "seconds_of", lambda call, device: seconds[call().dtype])
+    optim.bfloat16_slowdown.cache_clear()
+    AutocastOptimWrapper(torch.optim.SGD(nn.Linear(4, 3).parameters(), 0.1))
+    optim.bfloat16_slowdown.cache_clear()
+    told = [str(each.message) for each in recwarn if "bfloat16" in str(each.message)]
+    assert len(told) == (times == 60)
+    assert all("60 times" in each and "type=LazyOptimWrapper" in each for each in told)

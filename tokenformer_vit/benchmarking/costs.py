@@ -1,37 +1,31 @@
-"""Parameters and FLOPs of every part of a model, in closed form: Table 3 of the paper.
+"""Parameters and FLOPs of every part of a model: Table 3 of the paper.
 
 A multiplication and an addition are two FLOPs, and a backward pass costs as much as two forward
 passes. As in the paper, the FLOPs of Θ and other activations, softmax, norms, biases and sums are
-not counted. A later version of the paper counts 2·d·n parameters for every Pattention, for keys and
-values; so does this module. The paper's training FLOPs are those of one forward pass; here training
-costs three.
+not counted. The paper's training FLOPs are those of one forward pass; here training costs three.
+
+Blocks are counted by the shapes of their parameters: a forward pass would call the hooks of a
+training, and form the weight of linear tokens. A patch embedding, which may be any module, is run.
 """
 
+import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from timm.layers import Attention as LinearAttention
-from timm.layers import PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
 from tokenformer_vit.models import TokenFormerLM
 from tokenformer_vit.ops.pattention import product_is_cheaper
 
-# Parts of a model, with their names in tables.
-PARTS = {
-    "embedding": "embedding, positions",
-    "qkv": "q, k, v projections",
-    "token_token": "token-token attention",
-    "output": "output projection",
-    "feed_forward": "feed-forward",
-    "head": "head",
-    "other": "norms, scales",
-}
+PARTS = ("embedding", "qkv", "token_token", "output", "feed_forward", "head", "other")
 # The first part whose pattern a parameter's name has. The names are those of timm, of this package,
 # and of GPT-2 and GPT-NeoX.
 _PATTERNS = {
@@ -51,11 +45,6 @@ class Cost:
     parameters: int = 0
     forward_flops: int = 0
 
-    @property
-    def training_flops(self) -> int:
-        """FLOPs of a forward and a backward pass."""
-        return 3 * self.forward_flops
-
     def __add__(self, other: "Cost") -> "Cost":
         """Add the costs of two parts."""
         return Cost(self.parameters + other.parameters, self.forward_flops + other.forward_flops)
@@ -68,109 +57,84 @@ def total(costs: Mapping[str, Cost]) -> Cost:
 
 def training_flops(model: nn.Module, num_tokens: int | None = None) -> int:
     """Return the FLOPs of training all parameters on one image or sequence; see `model_costs`."""
-    return total(model_costs(model, num_tokens)).training_flops
+    return 3 * total(model_costs(model, num_tokens)).forward_flops
 
 
 def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Cost]:
     """Count the parameters and the forward FLOPs of each of ``PARTS``, per image or per sequence.
 
-    Sizes are read from the parameters, also after growth; they may be on the device ``meta``.
-    Every parameter is counted once: an embedding that is also the head counts as embedding, and its
-    product as head. Of pairs that a layer does not use, only the parameters count. Linear tokens
-    cost as one product where that is cheaper, without forming its weight Vᵀ K, which inference does
-    once and training once a step. A language model predicts after every token, and every token
-    attends to all others, as in the paper.
+    An embedding that is also the head counts once, as embedding, and its product as head. Of pairs
+    that a layer does not use, only the parameters count. Linear tokens cost as one product where
+    that is cheaper. A language model predicts after each token, and each attends to all others.
 
     Args:
         model: ``TokenFormerViT``, timm ``VisionTransformer`` with ordinary blocks,
-            ``TokenFormerLM``, or GPT-2 or GPT-NeoX of transformers with its head. A language model
-            may be inside another module, whose own parameters are not counted.
+            ``TokenFormerLM``, or GPT-2 or GPT-NeoX of transformers with its head, also inside
+            another module. It may be on the device ``meta``.
         num_tokens: Length of the sequence, including class and register tokens; default: the length
             for an image of the model's size, or the whole context.
 
     Raises:
         InputError: If the model is of another kind, or ``num_tokens`` leaves no token for patches.
-
-    Source:
-        TokenFormer, arXiv:2410.23168, Table 3, with patches instead of a vocabulary for images.
     """
-    if isinstance(model, VisionTransformer):
-        rows, width, shared = _vision(model, num_tokens)
-    else:
-        model, context, width, shared = _language(model)
-        tokens = context if num_tokens is None else num_tokens
-        rows = dict.fromkeys(["qkv", "output", "feed_forward", "head"], tokens)
-    tokens = rows["qkv"]
-    if min(rows.values()) < 1:
-        raise InputError(f"num_tokens is {num_tokens}: no token is left; give a larger number")
-    costs = dict.fromkeys(PARTS, Cost())
+    counted = _vision if isinstance(model, VisionTransformer) else _language
+    model, tokens, width, flops = counted(model, num_tokens)
+    rows = dict.fromkeys(["qkv", "output", "feed_forward"], tokens)
+    if "head" not in flops:
+        rows["head"] = 1 if model.global_pool else tokens
+    flops["token_token"] = 4 * width * tokens**2  # scores and weighted sums
+    costs = {part: Cost(0, flops.get(part, 0)) for part in PARTS}
     for name, parameter in model.named_parameters():
         part, count = _part(name), parameter.numel()
-        # Positions and the class token are only added; they are parameters of the model itself.
-        is_matrix = parameter.ndim > 1 and "." in name
-        costs[part] += Cost(count, 2 * count * rows.get(part, 0) if is_matrix else 0)
-    for name, module in model.named_modules():
-        if isinstance(module, Pattention):
-            weights = module.num_param_tokens * (module.in_features + module.out_features)
-            costs[_part(f"{name}.")] += Cost(0, 2 * tokens * (products(module) - weights))
-    # Scores and weighted sums.
-    costs["token_token"] += Cost(0, 4 * width * tokens**2)
-    costs["head"] += Cost(0, 2 * shared * rows["head"])
+        costs[part] += Cost(count, 2 * count * rows.get(part, 0) if parameter.ndim > 1 else 0)
+    for name, layer in model.named_modules():
+        if isinstance(layer, Pattention):  # which may multiply with less than its parameters
+            both = layer.in_features + layer.out_features
+            products, (keys, values, *_) = layer.num_used * both, layer.used_tokens()
+            if layer.theta == "linear" and product_is_cheaper(keys, values, None):
+                products = layer.in_features * layer.out_features
+            saved = layer.num_param_tokens * both - products
+            costs[_part(f"{name}.")] += Cost(0, -2 * tokens * saved)
     return costs
-
-
-def products(layer: Pattention) -> int:
-    """Return the multiplications of a layer for an input token."""
-    keys, values, *_ = layer.used_tokens()
-    if layer.theta == "linear" and product_is_cheaper(keys, values, None):
-        return layer.in_features * layer.out_features
-    return layer.num_used * (layer.in_features + layer.out_features)
 
 
 def _part(name: str) -> str:
     return next((part for part, form in _PATTERNS.items() if re.search(form, name)), "other")
 
 
-def _vision(vit: Any, num_tokens: int | None) -> tuple[dict[str, int], int, int]:
-    """Return the rows of the products of each part, the width of all heads of all blocks, and 0."""
-    attentions: list[Any] = [getattr(block, "attn", None) for block in vit.blocks]
-    for modules, known in (
-        ([vit.attn_pool], type(None)),
-        ([vit.patch_embed], PatchEmbed),
-        (vit.blocks, TokenFormerBlock | Block),
-        (attentions, Attention | LinearAttention),
-    ):
-        for module in modules:
-            if not isinstance(module, known):
-                raise InputError(
-                    f"the costs of a {type(module).__name__} are unknown: give a plain ViT"
-                )
-    prefix: int = vit.num_prefix_tokens
-    patches = vit.patch_embed.num_patches if num_tokens is None else num_tokens - prefix
-    rows = dict.fromkeys(("qkv", "output", "feed_forward"), patches + prefix)
-    rows |= {"embedding": patches, "head": 1 if vit.global_pool else patches + prefix}
-    return rows, sum(each.num_heads * each.head_dim for each in attentions), 0
+def _vision(vit: Any, num_tokens: int | None) -> tuple[Any, int, int, dict[str, int]]:
+    """Return the model, tokens and width of all its blocks, and the FLOPs of other parts."""
+    attentions = [getattr(block, "attn", None) for block in vit.blocks]
+    for module in (*vit.blocks, *attentions, *([vit.attn_pool] if vit.attn_pool else [])):
+        if not isinstance(module, TokenFormerBlock | Block | Attention | LinearAttention):
+            raise _unknown(module)
+    embed = copy.deepcopy(vit.patch_embed).to("meta", torch.float32)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        embed(torch.empty(1, vit.in_chans, *embed.img_size, device="meta"))
+    patches = embed.num_patches if num_tokens is None else num_tokens - vit.num_prefix_tokens
+    if patches < 1:
+        raise InputError(f"num_tokens is {num_tokens}: no token is left; give a larger number")
+    flops = {"embedding": counter.get_total_flops() * patches // embed.num_patches}
+    return vit, patches + vit.num_prefix_tokens, vit.embed_dim * len(vit.blocks), flops
 
 
-def _language(model: nn.Module) -> tuple[Any, int, int, int]:
-    """Find a language model; return it, its context, its width, and what is embedding and head."""
+def _language(model: nn.Module, num_tokens: int | None) -> tuple[Any, int, int, dict[str, int]]:
+    """Find a language model, and return the same of it."""
     for module in model.modules():
-        whole: Any = module
-        config: Any = getattr(whole, "config", None)
+        config: Any = getattr(module, "config", None)
         # Recognised by names, because transformers may not be installed.
-        kind = hasattr(whole, "lm_head") and getattr(config, "model_type", None)
-        if isinstance(whole, TokenFormerLM):
-            embedding, head = whole.embedding.weight, whole.head
-            width, context = config.embed_dim * config.depth, config.context_length
+        kind = hasattr(module, "lm_head") and getattr(config, "model_type", None)
+        if isinstance(module, TokenFormerLM):
+            width, depth, context = config.embed_dim, config.depth, config.context_length
         elif kind in _LANGUAGE and not getattr(config, "add_cross_attention", False):
-            embedding, head = whole.get_input_embeddings().weight, whole.lm_head
-            width = config.hidden_size * config.num_hidden_layers
+            width, depth = config.hidden_size, config.num_hidden_layers
             context = config.max_position_embeddings
         else:
             continue
-        shared = embedding.numel() if head is None or head.weight is embedding else 0
-        return whole, context, width, shared
-    raise InputError(
-        f"the costs of a {type(model).__name__} are unknown: give a TokenFormer, a plain ViT of "
-        "timm, or a GPT-2 or GPT-NeoX with its head and without cross-attention"
-    )
+        tokens = context if num_tokens is None else num_tokens
+        return module, tokens, width * depth, {"head": 2 * tokens * width * config.vocab_size}
+    raise _unknown(model)
+
+
+def _unknown(model: object) -> InputError:
+    return InputError(f"the costs of a {type(model).__name__} are unknown: give a ViT or GPT-2")

@@ -6,33 +6,30 @@ from typing import Any
 import timm
 from timm.models import get_model_args
 from timm.models.vision_transformer import VisionTransformer
+from torch import nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import count_pairs
 from tokenformer_vit.models import TokenFormerViT
 
 
-def matched_hidden(
-    width: int, pairs: int, remedy: str = "give the TokenFormer more pairs, or less width"
-) -> int:
+def matched_hidden(width: int, pairs: int) -> int:
     """Return the hidden width of a Transformer with the weights of ``pairs`` in each block.
 
-    A TokenFormer block has 2C·pairs weights, and a Transformer block has 4C² + 2C·hidden. Biases
-    and norms are not counted. ``remedy`` ends the error if attention alone has more weights.
+    A TokenFormer block has 2C·pairs weights, and a Transformer block has 4C² + 2C·hidden.
     """
-    hidden = pairs - 2 * width
-    if hidden < 1:
-        raise InputError(
-            f"a Transformer of width {width} cannot match {pairs} pairs per block: its attention "
-            f"alone has the weights of {2 * width} pairs; {remedy}"
-        )
-    return hidden
+    if pairs <= 2 * width:
+        needs = f"attention of width {width} alone has the weights of {2 * width} pairs"
+        raise InputError(f"no Transformer matches {pairs} pairs in a block: {needs}; give more")
+    return pairs - 2 * width
 
 
-def matched_vit(model: TokenFormerViT) -> tuple[VisionTransformer, int]:
+def matched_vit(model: nn.Module) -> tuple[Any, int]:
     """Return the ViT that matches a TokenFormer (the mean of its blocks), and its hidden width."""
+    if not isinstance(model, TokenFormerViT):
+        raise InputError(f"a {type(model).__name__} is no TokenFormer: give --against NAME as well")
     pairs = round(sum(count_pairs(model).values()) / len(model.blocks))
-    hidden = matched_hidden(model.embed_dim, pairs, "give another model with --against")
+    hidden = matched_hidden(model.embed_dim, pairs)
     known = inspect.signature(VisionTransformer).parameters
     arguments = {name: value for name, value in get_model_args(model).items() if name in known}
     block: Any = model.blocks[0]
@@ -50,8 +47,7 @@ def matched_vit(model: TokenFormerViT) -> tuple[VisionTransformer, int]:
         "reg_tokens": model.num_reg_tokens,
         "global_pool": model.global_pool,
     }
-    vit: Any = timm.create_model("vit_base_patch16_224", **{**arguments, **sizes})
-    return vit, hidden
+    return timm.create_model("vit_base_patch16_224", **{**arguments, **sizes}), hidden
 
 
 def mlp_ratio(hidden: int, width: int) -> float:

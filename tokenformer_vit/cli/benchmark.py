@@ -1,115 +1,60 @@
-"""Measure speed and memory of a TokenFormer against a baseline.
+"""Measure training and inference of a TokenFormer beside the ViT of equal width and weights.
 
-One process measures the TokenFormer (auto), the authors' formula with the same parameters
-(released) and the baseline, eager and with compiled blocks, in turns::
+Both take turns, eager and compiled by block. × is the speed relative to the compiled ViT::
 
-    tokenformer-vit benchmark --depth 2 --precisions float32       # minutes on two CPU cores
-    tokenformer-vit benchmark --batch-sizes 128 256 --precisions autocast bfloat16
-    tokenformer-vit benchmark --lm 150m --num-tokens 1024          # needs transformers
-    tokenformer-vit benchmark --profile                            # kernels of a training step
-
---baseline is a timm name, or matched-vit: of the same width, depth and weights. With --lm it is a
-GPT-2, or with --positions rotary a GPT-NeoX. Mode train is forward and backward pass and a step of
-AdamW; prefill is the forward pass up to the last token's logits; decode adds the last 32 tokens
-(half of a sequence below 64) with the cache. autocast computes in bfloat16 with float32 weights.
+    tokenformer-vit benchmark --model-kwargs depth=2 --batch-size 4    # minutes on two CPU cores
 """
 
-import argparse
-import itertools
 import os
-from dataclasses import asdict
-from difflib import get_close_matches
-from pathlib import Path
+from functools import partial
+from itertools import product
+from operator import truediv
+from statistics import median
 from typing import Any
 
-import timm
+import torch
+from torch.nn.functional import cross_entropy
 
-from tokenformer_vit.benchmarking import benchmark, reports
-from tokenformer_vit.benchmarking.benchmark import MATCHED, PRECISIONS, Group, variants
-from tokenformer_vit.errors import InputError
-from tokenformer_vit.models import LM_PRESETS, lm_config
-from tokenformer_vit.records import read_json, write_record
+from tokenformer_vit.benchmarking.benchmark import Run, measure
+from tokenformer_vit.benchmarking.matched import matched_vit
+from tokenformer_vit.models.checkpoints import load_model
 
-from .arguments import Parser, device, whole_number
+from .arguments import Parser, add_model, whole_number
 
 
 def main(argv: list[str]) -> None:
     """Run the command."""
-    parser, number = Parser(prog="tokenformer-vit benchmark", description=__doc__), whole_number(1)
+    parser = Parser(prog="tokenformer-vit benchmark", description=__doc__)
+    add_model(parser)
+    parser.set_defaults(model="tokenformer_base_matched")
     add = parser.add_argument
-    add("--model", default="tokenformer_base_matched", metavar="NAME", help="default: %(default)s")
-    add("--baseline", default="vit_base_patch16_224", metavar="NAME", help=f"also {MATCHED}")
-    add("--img-size", type=number, default=224, metavar="S", help="default: %(default)s")
-    add("--lm", choices=LM_PRESETS, metavar="PRESET", help=f"one of {', '.join(LM_PRESETS)}")
-    add("--num-tokens", type=whole_number(2), metavar="N", help="default: the context length")
-    add("--positions", choices=["learned", "rotary"], default="learned", help="of the Transformer")
-    add("--modes", nargs="+", metavar="MODE", help="default: all modes")
-    add("--precisions", nargs="+", choices=PRECISIONS, default=[*PRECISIONS], help="default: all")
-    add("--batch-sizes", nargs="+", type=number, metavar="B", help="default: 4 to 128, by device")
-    add("--rounds", type=number, default=11, metavar="N", help="default: %(default)s")
-    add("--depth", type=number, metavar="N", help="blocks; default: the depth of each model")
-    add("--device", type=device, default="auto", help="default: cuda if it is there, else cpu")
-    add("--out", type=Path, metavar="FILE", help="default: work_dirs/speed_MODEL_DEVICE.json")
-    add("--eager", action="store_true", help="compile nothing: no C++ compiler, no ratios")
-    add("--draw", type=Path, metavar="RECORD", help="only draw a record's chart, by matplotlib")
-    add("--profile", action="store_true", help="print the kernels of the first group")
+    add("--against", metavar="NAME", help="compare with this timm model in place of that ViT")
+    add("--amp", action="store_true", help="compute in bfloat16 by autocast")
+    add("--eager", action="store_true", help="compile nothing, which needs no C++ compiler")
+    add("--rounds", type=whole_number(1), default=11, metavar="N", help="default: 11")
     args = parser.parse_args(argv)
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and not args.eager:
         parser.error("TORCHDYNAMO_DISABLE=1 disables torch.compile; unset it, or give --eager")
-    if args.draw:
-        reports.draw(read_json(args.draw), args.draw.with_suffix(".png"))
-        print(f"Done. Chart: {args.draw.with_suffix('.png')}")
-        return
-    subject, models = _language(args) if args.lm else _images(args)
-    modes = args.modes or subject.modes
-    if unknown := {*modes}.difference(subject.modes):
-        raise InputError(f"--modes {min(unknown)}: choose from {', '.join(subject.modes)}")
-    few, many = (1, 8) if args.lm else (4, 128)
-    sizes = args.batch_sizes or [few if args.device.type == "cpu" else many]
-    groups = list(itertools.starmap(Group, itertools.product(modes, args.precisions, sizes)))
-    if args.profile:
-        found = variants(groups[0], args.eager)
-        for variant in [each for each in found if each.compiled] or found:
-            print(f"{variant}\n{benchmark.profile_step(subject, args.device, groups[0], variant)}")
-        return
-    record = reports.new_record(subject, {**models, "n": args.rounds}, args.device.type)
-    out = args.out or Path("work_dirs", f"speed_{args.lm or args.model}_{args.device.type}.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for group in groups:
-        found = variants(group, args.eager)
-        entry = benchmark.measure_group(subject, args.device, group, found, args.rounds)
-        reports.add_figures(entry, record)
-        record["groups"].append(entry)
-        write_record(out, record)
-        print(f"{reports.table(entry, subject.unit)}\n", flush=True)
-    print(f"Done. Record: {out}. For a chart: tokenformer-vit benchmark --draw {out}")
-
-
-def _images(args: argparse.Namespace) -> tuple[benchmark.Images, dict[str, Any]]:
-    """Return the models for images, and their entries in the record."""
-    every = [*timm.list_models(), MATCHED]
-    for name, known in ((args.model, timm.list_models("tokenformer*")), (args.baseline, every)):
-        if name.partition(".")[0] not in known:
-            close = get_close_matches(name, known)
-            raise InputError(f"there is no model {name!r} to measure; close names are {close}")
-    subject = benchmark.Images(args.model, args.baseline, args.img_size, args.depth)
-    return subject, subject._asdict()
-
-
-def _language(args: argparse.Namespace) -> tuple[benchmark.Language, dict[str, Any]]:
-    """Return the models for language, and their entries in the record."""
-    from tokenformer_vit import language  # needs transformers
-
-    config = lm_config(args.lm, **({"depth": args.depth} if args.depth else {}))
-    tokens = args.num_tokens or config.context_length
-    if tokens > config.context_length:
-        raise InputError(f"--num-tokens {tokens}: {args.lm} takes at most {config.context_length}")
-    subject = benchmark.Language(
-        lambda: language.TokenFormerForCausalLM(language.TokenFormerConfig(**asdict(config))),
-        lambda: language.matched_transformer(config, args.positions),
-        config.vocab_size,
-        tokens,
-    )
-    baseline = "transformer" + ", rotary" * (args.positions == "rotary")
-    models = {"model": args.lm, "baseline": baseline, "depth": args.depth, "num_tokens": tokens}
-    return subject, {**models, "config": asdict(config)}
+    create: Any = partial(load_model, args.model, None, **args.model_kwargs)
+    other = partial(load_model, args.against, None) if args.against else None
+    models = {"baseline": other or (lambda: matched_vit(create())[0]), args.model: create}
+    shape = (3, args.batch_size, create().in_chans, *create().patch_embed.img_size)
+    images, labels = torch.randn(shape), torch.randint(create().num_classes, shape[:2])
+    batches = [*zip(images.to(args.device), labels.to(args.device), strict=True)]
+    ways = ("eager",) if args.eager else ("eager", "compiled")
+    computed = {
+        "train": lambda model, images, labels: cross_entropy(model(images), labels),
+        "infer": lambda model, images, _: model(images),
+    }
+    for mode, compute in computed.items():
+        how = (compute, batches, mode == "train", args.amp)
+        each = product(models.items(), ways)
+        runs = {f"{name} {way}": Run(new, way == "compiled", *how) for (name, new), way in each}
+        rows = measure(runs, args.rounds)
+        del runs  # before those of the next mode are built
+        against = rows[f"baseline {ways[-1]}"]["seconds"]
+        print(f"{mode:40}{'images/s':>10}{'×':>8}{'peak MiB':>10}")
+        for name, row in rows.items():
+            speed = args.batch_size / median(row["seconds"])
+            ratio = median(map(truediv, against, row["seconds"]))
+            print(f"{name:40}{speed:10.2f}{ratio:8.3f}{row['peak_mib'] or '–':>10}")

@@ -4,6 +4,7 @@ import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from timm.optim import Muon
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from tokenformer_vit.benchmarking.benchmark import seconds_of
 from tokenformer_vit.models.compilation import BLOCKS
 
 from .engine import (
@@ -59,12 +61,32 @@ class AutocastOptimWrapper(LazyOptimWrapper):
     bfloat16 needs no loss scaling; mmengine's ``AmpOptimWrapper`` has a scaler and needs a GPU.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if get_device() == "cpu" and (times := bfloat16_slowdown()) > 4:
+            warnings.warn(
+                f"this CPU multiplies {times:.0f} times as slowly in bfloat16 as in float32: train "
+                "without --amp and with --cfg-options optim_wrapper.type=LazyOptimWrapper",
+                stacklevel=2,
+            )
+
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
         """Enter autocast, and skip gradient synchronisation while gradients accumulate."""
         device = torch.device(get_device()).type
         with super().optim_context(model), torch.autocast(device, torch.bfloat16):
             yield
+
+
+@cache
+def bfloat16_slowdown() -> float:
+    """Return the time of a small product in bfloat16 on this CPU, divided by that in float32."""
+
+    def seconds(dtype: torch.dtype) -> float:
+        matrix = torch.ones(256, 256, dtype=dtype)
+        return min(seconds_of(lambda: matrix @ matrix, matrix.device) for _ in range(5))
+
+    return seconds(torch.bfloat16) / seconds(torch.float32)
 
 
 @CONSTRUCTORS.register_module()

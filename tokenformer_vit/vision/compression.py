@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from timm.data import resolve_input_data_config
 from torch import Tensor, nn
 
+from tokenformer_vit.benchmarking.benchmark import measure_rounds, short
 from tokenformer_vit.benchmarking.costs import model_costs, total
-from tokenformer_vit.benchmarking.measures import measure_rounds, short
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers, refit, removal_costs
 

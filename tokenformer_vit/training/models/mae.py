@@ -8,7 +8,7 @@ from timm.models import VisionTransformer
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tokenformer_vit.benchmarking.costs import Cost, model_costs, total
+from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.errors import InputError
 
 from ..engine import MAE, MODELS, build_2d_sincos_position_embedding
@@ -66,7 +66,7 @@ class MaskedAutoencoder(MAE):
         restore = torch.arange(encoder.patch_embed.num_patches, device=tokens.device)[None]
         with torch.no_grad(), FlopCounterMode(display=False) as decoder:
             self.neck(tokens, restore)
-        return (seen + Cost(forward_flops=decoder.get_total_flops())).training_flops
+        return 3 * (seen.forward_flops + decoder.get_total_flops())
 
     def encode(
         self, images: Tensor, indices: Iterable[int] | None = None

