@@ -20,8 +20,7 @@ from torch._subclasses import FakeTensorMode
 import tokenformer_vit
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.ops import triton_theta
-from tokenformer_vit.ops.theta import theta_weights
-from tokenformer_vit.ops.theta_grad import GeluL2
+from tokenformer_vit.ops.theta import THETAS, GeluL2
 from tokenformer_vit.ops.triton_theta import gelu_l2, gelu_l2_backward
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -45,7 +44,7 @@ def inputs(rows, pairs, dtype=torch.float32, device="cpu"):
 def plain(scores, tau, grad):
     """Weights and gradient of the scores by plain PyTorch, in the precision of the scores."""
     scores = scores.detach().requires_grad_()
-    weights = theta_weights(scores, "gelu_l2", tau, EPS)
+    weights = THETAS["gelu_l2"].weights(scores, tau, EPS)
     return weights.detach(), *torch.autograd.grad(weights, scores, grad)
 
 
@@ -113,7 +112,7 @@ def test_gradients_of_an_operation(device, compiled):
         return GeluL2.apply(scores, tau, EPS)
 
     wide = scores.detach().double().requires_grad_(), tau.detach().double().requires_grad_()
-    expected = run(lambda s, t: theta_weights(s, "gelu_l2", t, EPS), *wide, upstream.double())
+    expected = run(lambda s, t: THETAS["gelu_l2"].weights(s, t, EPS), *wide, upstream.double())
     if compiled:
         op = torch.compile(
             op, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor"

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.ops import THETAS, default_tau, find_theta, pattention
 from tokenformer_vit.ops.pattention import product_is_cheaper
-from tokenformer_vit.ops.theta import theta_weights
 
 from .arguments import EPS
 
@@ -312,7 +311,7 @@ class Pattention(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             bias = None if bias is None else bias.to(dtype)
             scores = F.linear(x.to(dtype), keys.to(dtype), bias)  # (..., P)
-            return scores, theta_weights(scores, self.theta, tau, self.eps)
+            return scores, find_theta(self.theta).weights(scores, tau, self.eps)
 
     def extra_repr(self) -> str:
         """Describe the layer in ``repr``."""
