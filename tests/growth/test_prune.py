@@ -126,7 +126,7 @@ def test_counts_that_cannot_be_and_usage_of_another_model_or_of_none():
     model, x = build(), images()
     usage = measure_usage(model, [x])
     for count, said in ((129, r"use grow\(\)"), (0, "keep at least 1")):
-        with pytest.raises(InputError, match=f"has 128 pairs and .* pruned to {count}; .*{said}"):
+        with pytest.raises(InputError, match=f"has 128 pairs and .* cut to {count}: .*{said}"):
             prune(model, usage, num_qkv_param_tokens=9, num_ffn_param_tokens=count)
         assert model.blocks[0].attn.query.num_param_tokens == 32  # nothing was changed
     with pytest.raises(InputError, match=r"usage .* measured on .*; measure it again"):

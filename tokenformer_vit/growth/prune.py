@@ -14,7 +14,7 @@ from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.ops import find_theta, norm_shares
 
-from .resize import LayerState, Model, counts_by_layer, read_state, unwrapped_layers, write_states
+from .resize import LayerState, Model, counts_to_keep, read_state, unwrapped_layers, write_states
 
 
 @dataclass(frozen=True)
@@ -159,17 +159,13 @@ def prune(
     """
     layers = unwrapped_layers(model)
     counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
-    wanted = counts_by_layer(layers, *counts)
+    wanted = counts_to_keep(layers, *counts)
     check_usage(layers, usage)
     states = {}
     for name, layer in layers.items():
-        have = layer.num_param_tokens
-        kept = wanted.get(name, have)
-        if not 1 <= kept <= have:
-            remedy = "to add pairs, use grow()" if kept > have else "keep at least 1"
-            raise InputError(f"{name} has {have} pairs and cannot be pruned to {kept}; {remedy}")
+        kept = wanted.get(name, layer.num_param_tokens)
         states[name] = select_pairs(layer, usage[name].order[:kept].sort().values)
-        if adapt_tau and kept < have:
+        if adapt_tau and kept < layer.num_param_tokens:
             states[name] = states[name]._replace(tau=adapted_tau(layer, usage[name], kept))
     if any(state.num < layers[name].num_param_tokens for name, state in states.items()):
         write_states(model, states)

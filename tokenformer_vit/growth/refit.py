@@ -19,7 +19,7 @@ from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.ops import find_theta, norm_shares
 
 from .prune import model_calls, one_call, select_pairs
-from .resize import LayerState, Model, counts_by_layer, read_state, unwrapped_layers, write_states
+from .resize import LayerState, Model, counts_to_keep, read_state, unwrapped_layers, write_states
 
 RIDGE = 1e-3  # towards the old values, relative to the mean diagonal of the Gram matrix
 REPEATS = 3  # of the ridge, each towards the result before: it rules only what inputs hardly show
@@ -57,10 +57,7 @@ def refit(
     """
     layers = unwrapped_layers(model)
     counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
-    wanted = counts_by_layer(layers, *counts)
-    for name, count in wanted.items():
-        if not 1 <= count <= (have := layers[name].num_param_tokens):
-            raise InputError(f"{name} has {have} pairs and cannot be cut to {count}")
+    wanted = counts_to_keep(layers, *counts)
     fitted = _fit(model, batches, wanted)
     states = {name: select_pairs(layer, slice(None)) for name, layer in layers.items()}
     states |= {name: read_state(each.smaller) for name, each in fitted.items()}

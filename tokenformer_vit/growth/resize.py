@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.arguments import COUNTS, Counts
+from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block
 from tokenformer_vit.layers.pattention import PER_PAIR
 from tokenformer_vit.models.sizes import check_not_fused, find_layers, kind_of
 
@@ -101,16 +101,25 @@ def counts_by_layer(
         if not names:
             known = sorted({kind_of(name, each) for name, each in layers.items()})
             raise InputError(f"no layer is of the kind {kind!r}; choose from {', '.join(known)}")
-        numbers = [count]
-        if isinstance(count, Sequence):
-            numbers = [each for each in count for _ in range(3 if kind == "qkv" else 1)]
-            if len(numbers) != len(names):
-                blocks = len(names) * len(count) // len(numbers)
-                raise InputError(
-                    f"{COUNTS.get(kind, kind)} has {len(count)} numbers for {blocks} blocks: give "
-                    "one number for all blocks, or a list with one for each block"
-                )
-        wanted |= dict(zip(names, map(int, numbers * (len(names) // len(numbers))), strict=True))
+        argument, of_block = COUNTS.get(kind, kind), 1
+        if kind == "qkv" and isinstance(count, Sequence):  # a number for three layers of a block
+            of_block = 3
+        blocks = counts_by_block(len(names) // of_block, **{argument: count})
+        numbers = (int(each[argument]) for each in blocks for _ in range(of_block))
+        wanted |= dict(zip(names, numbers, strict=True))
+    return wanted
+
+
+def counts_to_keep(
+    layers: Mapping[str, Pattention], *counts: Counts | Mapping[str, Counts]
+) -> dict[str, int]:
+    """Return :func:`counts_by_layer`, at least 1 and at most the present number of pairs."""
+    wanted = counts_by_layer(layers, *counts)
+    for name, kept in wanted.items():
+        have = layers[name].num_param_tokens
+        if not 1 <= kept <= have:
+            remedy = "to add pairs, use grow()" if kept > have else "keep at least 1"
+            raise InputError(f"{name} has {have} pairs and cannot be cut to {kept}: {remedy}")
     return wanted
 
 
