@@ -39,12 +39,7 @@ class TokenFormerBlock(nn.Module):
             dict by kind, as ``theta``.
         mlp_ratio: Number of feed-forward pairs for each channel, if no count is given.
         qk_norm: Normalise queries and keys, by norms of the same kind.
-        proj_drop: Dropout rate after the output projection and the feed-forward layer.
-        attn_drop: Dropout rate of the attention weights.
-        init_values: Initial value of LayerScale; ``None`` for no LayerScale.
-        drop_path: Stochastic depth rate.
-        device: Device of the parameters.
-        dtype: Type of the parameters.
+        proj_drop, attn_drop, init_values, drop_path, device, dtype: As in timm's ``Block``.
         **ignored: ``IGNORED_TIMM_ARGUMENTS`` and the index of the block, which have no effect.
 
     Raises:
