@@ -18,6 +18,11 @@ SHAPE: dict[str, Any] = {
     "patch_size": 8,
     "num_classes": 10,
 }
+# As in a converted ViT.
+LINEAR: dict[str, Any] = {
+    "theta": {"qkv": "linear", "proj": "linear", "ffn": "gelu"},
+    "pattention_args": {"bias": True},
+}
 
 
 def build(theta="gelu_l2", **kwargs) -> Any:

@@ -17,12 +17,8 @@ from tokenformer_vit.growth import grow, join_tokens
 from tokenformer_vit.layers.pattention import TOKENS, join_state_dict
 from tokenformer_vit.models.checkpoints import load_model, save_model
 
-from .conftest import SHAPE, assert_equal, build, images, step
+from .conftest import LINEAR, SHAPE, assert_equal, build, images, step
 
-LINEAR = {
-    "theta": {"qkv": "linear", "proj": "linear", "ffn": "gelu"},
-    "pattention_args": {"bias": True},
-}
 LARGER = {"num_qkv_param_tokens": 48, "num_ffn_param_tokens": 160}
 
 
