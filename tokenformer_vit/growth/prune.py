@@ -59,7 +59,7 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
             )
     # The number of tokens, and the sums of the weights and shares of each pair.
     tokens = Counter[nn.Module]()
-    sums = {layer: torch.stack([_lengths(layer).mul(0)] * 2) for layer in layers.values()}
+    sums = {each: each.tau.new_zeros(2, each.num_param_tokens).double() for each in layers.values()}
     mask: Tensor | None = None
 
     def add(layer: Any, inputs: tuple[Tensor, ...]) -> None:
@@ -82,7 +82,8 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
             model(*call.args, **call.kwargs)
     usage = {}
     for name, layer in layers.items():
-        lengths, (weights, shares) = _lengths(layer), sums[layer]
+        lengths = read_state(layer).values.double().norm(dim=-1)  # (P,)
+        weights, shares = sums[layer]
         sizes, shares = weights * lengths / tokens[layer], shares / (shares.sum() or 1.0)
         if not (sizes.isfinite() & shares.isfinite()).all():
             raise InputError(
@@ -125,10 +126,6 @@ def one_call(calls: Sequence[Call]) -> Call:
         {name: torch.cat([each[name] for each in kwargs]) for name in kwargs[0]},
         None if masks[0] is None else torch.cat(masks),
     )
-
-
-def _lengths(layer: Pattention) -> Tensor:
-    return read_state(layer).values.double().norm(dim=-1)  # (P,)
 
 
 @torch.no_grad()
