@@ -317,22 +317,21 @@ def follow(
             gone = (each for each, holder in merged_into.items() if holder is parameter)
             models = (parameters[name.removeprefix("new_")], *gone, *parameters.values())
             first = optimizers[0], optimizers[0].param_groups[0]
-            optimizer, like = next((homes[p] for p in models if p in homes), first)
-            settings = copy.deepcopy({**like, "params": None})
-            apart = new_lr_scale is not None and name.startswith("new_")
-            for key in settings.keys() & {"lr", "initial_lr", "max_lr", "min_lr"} if apart else ():
-                settings[key] *= new_lr_scale  # with the rates of OneCycleLR
-            # New pairs apart join only groups of this growth: a resume repeats the growths of a
-            # run before it loads the rates, when those of two growths are still the same.
-            for group in optimizer.param_groups[numbers[optimizer] if apart else 0 :]:
-                if {**group, "params": None} == settings:
-                    # In the order of the model, because PyTorch loads a state by position.
-                    held, place = group["params"], places[parameter]
-                    before = [i for i, p in enumerate(held) if places.get(p, place) < place]
-                    held.insert(before[-1] + 1 if before else 0, parameter)
-                    break
-            else:
-                optimizer.add_param_group(group := {**settings, "params": [parameter]})
+            optimizer, group = next((homes[p] for p in models if p in homes), first)
+            if new_lr_scale is not None and name.startswith("new_"):
+                own = copy.deepcopy({**group, "params": []})
+                for key in own.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}:
+                    own[key] *= new_lr_scale  # with the rates of OneCycleLR
+                # Only groups of this growth: a resume repeats the growths of a run before it loads
+                # the rates, when those of two growths are still the same.
+                fresh = optimizer.param_groups[numbers[optimizer] :]
+                group = next((each for each in fresh if {**each, "params": []} == own), own)
+                if group is own:
+                    optimizer.add_param_group(own)
+            # In the order of the model, because PyTorch loads a state by position.
+            held, place = group["params"], places[parameter]
+            before = [i for i, p in enumerate(held) if places.get(p, place) < place]
+            held.insert(before[-1] + 1 if before else 0, parameter)
             homes[parameter] = optimizer, group
     for optimizer in optimizers:
         for group in optimizer.param_groups:
