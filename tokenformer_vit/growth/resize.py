@@ -101,9 +101,9 @@ def counts_by_layer(
         if not names:
             known = sorted({kind_of(name, each) for name, each in layers.items()})
             raise InputError(f"no layer is of the kind {kind!r}; choose from {', '.join(known)}")
-        argument, of_block = COUNTS.get(kind, kind), 1
-        if kind == "qkv" and isinstance(count, Sequence):  # a number for three layers of a block
-            of_block = 3
+        argument = str(COUNTS.get(kind, kind))
+        # In a list, a number stands for the three layers of a block.
+        of_block = 3 if kind == "qkv" and isinstance(count, Sequence) else 1
         blocks = counts_by_block(len(names) // of_block, **{argument: count})
         numbers = (int(each[argument]) for each in blocks for _ in range(of_block))
         wanted |= dict(zip(names, numbers, strict=True))
