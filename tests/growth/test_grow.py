@@ -4,13 +4,12 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from timm.utils import reparameterize_model
 from torch import nn
 
 from tokenformer_vit import growth
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import count_pairs, grow, pattention_layers, use_pairs
+from tokenformer_vit.growth import count_pairs, grow, pattention_layers
 from tokenformer_vit.layers import Attention, Pattention
 from tokenformer_vit.layers.pattention import TOKENS
 from tokenformer_vit.models import compile_blocks
@@ -31,7 +30,7 @@ def adamw(model, **how):
     ("theta", "init"),
     [*((theta, "zero_key") for theta in ZERO_KEY), *((theta, "duplicate") for theta in THETAS)],
 )
-def test_growth_to_any_size_is_exact(theta, init, rounding):
+def test_growth_to_any_size_is_exact(theta, init):
     model, x = build(theta, pattention_args={"eps": 1e-3}), images()
     step(model, adamw(model), 2)
     exact = in_float64(copy.deepcopy(model))
@@ -44,8 +43,8 @@ def test_growth_to_any_size_is_exact(theta, init, rounding):
     for counts in sizes:
         grow(model, **counts, init=init)
         grow(exact, **counts, init=init)
-        assert_same(logits(model, x), before, rounding(model))
-        assert_same(logits(exact, x.double()), before64, rounding(model, torch.float64))
+        assert_same(logits(model, x), before)
+        assert_same(logits(exact, x.double()), before64)
 
 
 def test_layers_of_two_variants_grow_each_by_its_own():
@@ -133,21 +132,6 @@ def test_released_growth_draws_and_scales_as_the_released_code(theta):
     assert layer.value_param_tokens[128:].std().item() == pytest.approx(std, rel=0.02)
     assert layer.tau == torch.tensor(default_tau(theta, 2048))
     assert model.blocks[1].attn.query.tau == tau
-
-
-@pytest.mark.parametrize("theta", ["gelu_l2", "gelu_l1"])
-def test_frozen_old_pairs_and_their_outputs_do_not_move(theta):
-    model, x = build(theta), images()
-    old, optimizer = logits(model, x), adamw(model, lr=0.01, weight_decay=0.5)
-    F.cross_entropy(model(x), torch.arange(3)).backward()  # a pending gradient
-    grow(model, **SIZES, freeze="old", optimizer=optimizer)
-    F.cross_entropy(model(x), torch.arange(3)).backward()
-    optimizer.step()
-    step(model, optimizer, 4)
-    assert (logits(model, x) - old).abs().max() > 1e-3
-    counts = count_pairs(build(theta))
-    with use_pairs(model, {name: slice(count) for name, count in counts.items()}):
-        assert torch.equal(logits(model, x), old)  # without the new pairs it is the old model
 
 
 @pytest.mark.parametrize(

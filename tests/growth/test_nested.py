@@ -18,7 +18,7 @@ from tokenformer_vit.growth import (
 )
 from tokenformer_vit.ops import THETAS
 
-from .conftest import assert_equal, build, copied, images, logits
+from .conftest import LINEAR, assert_equal, build, copied, images, logits
 
 GROWN = {"num_qkv_param_tokens": 64, "num_proj_param_tokens": 64, "num_ffn_param_tokens": 256}
 
@@ -114,8 +114,7 @@ def test_a_nested_model_grows_on_top():
 
 
 def test_feed_forward_layers_alone_have_sizes_beside_linear_tokens():
-    theta = {"qkv": "linear", "proj": "linear", "ffn": "gelu"}
-    model, x = build(theta, pattention_args={"bias": True}), images()
+    model, x = build(**LINEAR), images()
     for layer in pattention_layers(model).values():
         torch.nn.init.normal_(layer.bias)
     nest(model, (0.5,), kinds=["ffn"])

@@ -11,18 +11,13 @@ import torch
 from safetensors.torch import load_file
 from timm.layers import set_scriptable
 from timm.models import save_for_hf
-from timm.utils import ModelEmaV3
 
 from tokenformer_vit.growth import grow, join_tokens
 from tokenformer_vit.layers.pattention import TOKENS, join_state_dict
 from tokenformer_vit.models.checkpoints import load_model, save_model
 
-from .conftest import SHAPE, assert_equal, build, images, step
+from .conftest import LINEAR, SHAPE, assert_equal, build, images, step
 
-LINEAR = {
-    "theta": {"qkv": "linear", "proj": "linear", "ffn": "gelu"},
-    "pattention_args": {"bias": True},
-}
 LARGER = {"num_qkv_param_tokens": 48, "num_ffn_param_tokens": 160}
 
 
@@ -52,19 +47,6 @@ def test_it_is_copied_and_loads_what_an_ordinary_model_loads(duplicate, how):
     other = build(**LARGER, **how)
     model.load_state_dict(other.state_dict())
     assert torch.equal(model(x), other(x))
-
-
-@pytest.mark.parametrize("how", [{}, LINEAR])
-def test_the_average_of_a_split_model_is_that_of_an_ordinary_one(how):
-    model, plain = twins(**how)
-    averages = [ModelEmaV3(each, decay=0.9, foreach=True) for each in (model, plain)]
-    for parameter in model.parameters():
-        parameter.detach().add_(torch.randn_like(parameter))
-    plain.load_state_dict(model.state_dict())
-    for average, each in zip(averages, (model, plain), strict=True):
-        average.update(each)
-    after = [join_state_dict(average.module.state_dict()) for average in averages]
-    assert_equal(*after)
 
 
 @pytest.mark.parametrize("how", [{}, {"theta": "softmax"}, LINEAR])

@@ -1,13 +1,17 @@
 import copy
 import io
+from functools import partial
 
 import pytest
 import timm.optim
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import counts_by_block, model_pattention_args
+from tokenformer_vit.layers.pattention import TOKENS, join_state_dict
 from tokenformer_vit.ops import THETAS, default_tau, pattention
 
 
@@ -86,7 +90,7 @@ def test_a_learned_tau_stays_one_parameter_and_keeps_its_gradient(flag):
     for cast in (layer.half, layer.bfloat16, layer.float):
         cast()
         assert layer.tau is tau
-        assert isinstance(layer.tau, torch.nn.Parameter)
+        assert isinstance(layer.tau, nn.Parameter)
         assert layer.tau.dtype == layer.tau.grad.dtype == torch.float32
         assert torch.equal(layer.tau.grad, gradient)
     optimizer.step()
@@ -163,6 +167,31 @@ def test_released_initialization_is_that_of_the_released_code(seed):
         model_pattention_args({"init": "wang"}, 64, 6)
 
 
+def split(num_old=13, **kwargs):
+    """Build a layer of 20 pairs that holds the last ones apart."""
+    layer = Pattention(8, 12, num_old, **kwargs)
+    layer.new_key_param_tokens = nn.Parameter(torch.randn(20 - num_old, 8))
+    layer.new_value_param_tokens = nn.Parameter(torch.randn(20 - num_old, 12))
+    return layer
+
+
+def test_state_dicts_of_all_forms_load_into_all():
+    plain, layer, otherwise, x = Pattention(8, 12, 20), split(), split(5), torch.randn(3, 8)
+    names = {*TOKENS, "tau", *(f"new_{name}" for name in TOKENS)}
+    assert set(layer.state_dict()) == names
+    assert set(join_state_dict(layer.state_dict())) == set(plain.state_dict())
+    for source in (plain, layer, otherwise):
+        source.reset_parameters()
+        source.tau.fill_(source.tau.item() + 1)
+        saved = source.state_dict()
+        for other in (plain, layer, otherwise):
+            other.load_state_dict(saved)
+            assert torch.equal(other(x), source(x))
+        assert set(saved) == set(source.state_dict())  # it is the caller's
+    names = [name for name, _ in split(learn_tau=True).named_parameters()]
+    assert names == [*TOKENS, *(f"new_{name}" for name in TOKENS), "tau"]
+
+
 @pytest.mark.parametrize("gain", [1.0, 0.2])
 @pytest.mark.parametrize("theta", THETAS)
 def test_outputs_start_at_init_gain(theta, gain):
@@ -180,23 +209,19 @@ def test_second_moment_is_that_of_normal_scores(theta):
     def mean(values):
         return (density * values).sum() / density.sum()
 
-    activation = torch.nn.functional.gelu(scores)
-    expected = {
-        "softmax": mean((2 * scores).exp()) / mean(scores.exp()) ** 2,
-        "gelu_l1": mean(activation**2) / mean(activation.abs()) ** 2,
-        "gelu_l2": mean(activation**2),
-        "gelu_l2_post": mean(activation**2) / mean(activation**2),
-        "gelu": mean(activation**2),
-        "gelu_tanh": mean(torch.nn.functional.gelu(scores, approximate="tanh") ** 2),
-        "linear": mean(scores**2),
-    }
-    assert THETAS[theta].second_moment == pytest.approx(expected[theta].item(), rel=2e-5)
+    tanh = partial(F.gelu, approximate="tanh")
+    activation = {"softmax": torch.exp, "gelu_tanh": tanh, "linear": torch.clone}.get(theta, F.gelu)
+    weights, size, facts = activation(scores), 1.0, THETAS[theta]
+    if facts.norm_order and not facts.normalizes_scores:
+        size = mean(weights.abs() ** facts.norm_order) ** (1 / facts.norm_order)
+    expected = mean((weights / size).square()).item()
+    assert facts.second_moment == pytest.approx(expected, rel=2e-5)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("tokens", "limit"), [(200, 1.5), (400, 1.05)])  # two products, and one
 def test_autocast_is_nearly_as_exact_as_a_linear_layer(tokens, limit):
-    linear, x = torch.nn.Linear(256, 256), torch.randn(tokens, 256)
+    linear, x = nn.Linear(256, 256), torch.randn(tokens, 256)
     layer = Pattention.from_linear(linear)
     with torch.autocast("cpu", torch.bfloat16):
         found, theirs = layer(x), linear(x)

@@ -5,6 +5,11 @@ import torch
 import tokenformer_vit  # noqa: F401
 
 SHAPE = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 64}
+LINEAR = {  # all parts of a converted ViT that has RMSNorms
+    "theta": {"qkv": "linear", "proj": "linear", "ffn": "gelu"},
+    "norm": "rms+weight",
+    "pattention_args": {"bias": True},
+}
 
 
 @pytest.fixture

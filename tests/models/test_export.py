@@ -16,6 +16,8 @@ from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.ops import THETAS
 from tokenformer_vit.ops.theta import Theta
 
+from .conftest import LINEAR
+
 
 def script(model) -> Any:
     with set_scriptable(True), warnings.catch_warnings():
@@ -30,13 +32,6 @@ def test_torchscript(small, images, theta):
         how = {"norm": "bias", "qk_norm": True, "drop_path_rate": 0.1, "pattention_args": learned}
         model, x = small(theta=theta, **how), images()
     torch.testing.assert_close(script(model)(x), model(x))
-
-
-LINEAR = {
-    "theta": {"qkv": "linear", "proj": "linear", "ffn": "gelu"},
-    "norm": "rms+weight",
-    "pattention_args": {"bias": True},
-}
 
 
 def disturbed(model):

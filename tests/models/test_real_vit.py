@@ -89,13 +89,3 @@ def test_it_grows_and_is_cut(vit, model, images, exact):
         half = growth.extract(each, num_qkv_param_tokens=192, num_proj_param_tokens=192)
         lost[name] = error(half, images, exact)
     assert lost["by images"] <= 0.3 * lost["by σ"]
-
-
-def test_onnx(model, images, exact, tmp_path):
-    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
-    runtime = pytest.importorskip("onnxruntime", reason="nothing else runs an ONNX file")
-    file, batch = tmp_path / "model.onnx", ({0: torch.export.Dim("batch")},)
-    torch.onnx.export(model, (images[:1],), file, dynamic_shapes=batch, verbose=False)
-    session = runtime.InferenceSession(file)
-    (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
-    assert ((torch.tensor(found).double() - exact).norm() / exact.norm()).item() <= 1e-5

@@ -11,7 +11,7 @@ from timm.utils import CheckpointSaver, ModelEmaV3
 
 from tokenformer_vit.models.checkpoints import load_model
 
-from .conftest import SHAPE
+from .conftest import LINEAR, SHAPE
 
 CLASSES = 4
 
@@ -57,13 +57,6 @@ def test_train_save_resume(small, images, tmp_path, opt):
     last = tmp_path / "last.pth.tar"
     averaged = load_model("tokenformer_tiny", last, **SHAPE, norm="bias")
     assert torch.equal(averaged(x), ema.module.eval()(x))
-
-
-LINEAR = {
-    "theta": {"qkv": "linear", "proj": "linear", "ffn": "gelu"},
-    "norm": "rms+weight",
-    "pattention_args": {"bias": True},
-}
 
 
 @pytest.mark.parametrize("layer_decay", [None, 0.5])

@@ -25,7 +25,7 @@ def test_arguments_reach_every_layer_and_are_recorded(small, theta, norm):
     given = {"theta": theta, "norm": norm, "norm_eps": 1e-4, "pattention_args": shared, **counts}
     uniform = {"drop_path_rate": 0.3, "drop_path_uniform": True}
     model = small(**given, **uniform, num_proj_param_tokens=16, qk_norm=True)
-    assert {b.drop_path1.drop_prob for b in model.blocks} == {0.3}
+    assert {(b.drop_path1.drop_prob, b.mlp.init_gain) for b in model.blocks} == {(0.3, 0.5)}
     layers = pattentions(model)
     assert [each.num_param_tokens for each in layers] == [8, 8, 8, 16, 32, 12, 12, 12, 16, 24]
     assert {(each.theta, each.eps, each.tau.item()) for each in layers} == {(theta, 1e-3, tau)}

@@ -7,7 +7,6 @@ from torch.func import grad, jacfwd, jacrev, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 from tokenformer_vit.ops import THETAS, default_tau, layer_norm, pattention
-from tokenformer_vit.ops.theta import theta_weights
 
 from .test_theta import released
 
@@ -37,7 +36,7 @@ def run(op, inputs, upstream):
 
 
 def plain(x, keys, values, theta, tau, eps=1e-6):
-    return theta_weights(x @ keys.T, theta, tau, eps) @ values
+    return THETAS[theta].weights(x @ keys.T, tau, eps) @ values
 
 
 def exact(inputs, theta, tau, upstream, eps=1e-6):

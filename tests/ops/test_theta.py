@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from tokenformer_vit.ops import THETAS, default_tau
-from tokenformer_vit.ops.theta import norm_shares, theta_weights
+from tokenformer_vit.ops.theta import norm_shares
 
 
 def released(scores, theta, tau):
@@ -30,7 +30,7 @@ def with_truth(scores, theta, eps):
     upstream, tau = torch.randn_like(scores), torch.tensor(default_tau(theta, scores.shape[-1]))
     found = []
     for a, scale in ((scores, tau), (scores.double(), tau.double())):
-        weights = theta_weights(a.requires_grad_(), theta, scale, eps)
+        weights = THETAS[theta].weights(a.requires_grad_(), scale, eps)
         (grad,) = torch.autograd.grad(weights, a, upstream.to(a.dtype))
         found += [weights.detach().double(), grad.double()]
     return found
@@ -57,7 +57,7 @@ def test_sums_in_float32_and_rounds_once_to_the_dtype(theta, dtype):
     scores = torch.cat([torch.randn(64, 576), torch.ones(1, 576)]).to(dtype)
     tau = default_tau(theta, 576)
     with torch.autocast("cpu", torch.bfloat16):
-        weights = theta_weights(scores, theta, torch.tensor(tau), 0.0)
+        weights = THETAS[theta].weights(scores, torch.tensor(tau), 0.0)
     one_rounding = torch.finfo(dtype).eps / 2
     exact = released(scores.double(), theta, tau)
     assert weights.dtype == dtype
@@ -68,13 +68,13 @@ def test_sums_in_float32_and_rounds_once_to_the_dtype(theta, dtype):
 def test_what_is_normed_is_what_the_weights_depend_on(theta):
     scores = torch.randn(5, 60, dtype=torch.float64)
     tau = torch.tensor(default_tau(theta, 60)).double()
-    weights = theta_weights(scores, theta, tau, 0.0)
+    weights = THETAS[theta].weights(scores, tau, 0.0)
     shares, order = norm_shares(scores, weights, theta), THETAS[theta].norm_order
     torch.testing.assert_close(shares.sum(-1), torch.full((5,), float(order > 0)).double())
     # Without half the pairs, a τ that follows their shares leaves the weights of the others.
     left = shares[:, 30:].sum(-1, keepdim=True) ** (1 / order) if order else 1 + shares
     for row in range(5):
-        alone = theta_weights(scores[row, 30:], theta, tau * left[row, 0], 0.0)
+        alone = THETAS[theta].weights(scores[row, 30:], tau * left[row, 0], 0.0)
         torch.testing.assert_close(alone, weights[row, 30:])
 
 

@@ -15,7 +15,7 @@ from .grow import common_share
 from .prune import Usage, adapted_tau, check_usage, select_pairs
 from .resize import (
     Model,
-    counts_by_layer,
+    counts_to_keep,
     pattention_layers,
     refresh_configs,
     unwrapped_layers,
@@ -51,12 +51,9 @@ def extract(
     layers, kept = pattention_layers(smaller), []
     if size is None:
         counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
-        wanted = counts_by_layer(layers, *counts)
+        wanted = counts_to_keep(layers, *counts)
         shares = dict.fromkeys(layers, 1.0)
-        for name, count in wanted.items():
-            if not 1 <= count <= (have := layers[name].num_param_tokens):
-                raise InputError(f"{name} has {have} pairs and cannot be cut to {count}")
-            shares[name] = count / have
+        shares |= {name: n / layers[name].num_param_tokens for name, n in wanted.items()}
     else:
         set_size(smaller, size)
         shares = {name: layer.size for name, layer in layers.items()}

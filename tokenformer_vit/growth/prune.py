@@ -14,7 +14,7 @@ from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.ops import find_theta, norm_shares
 
-from .resize import LayerState, Model, counts_by_layer, read_state, unwrapped_layers, write_states
+from .resize import LayerState, Model, counts_to_keep, read_state, unwrapped_layers, write_states
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
             )
     # The number of tokens, and the sums of the weights and shares of each pair.
     tokens = Counter[nn.Module]()
-    sums = {layer: torch.stack([_lengths(layer).mul(0)] * 2) for layer in layers.values()}
+    sums = {each: each.tau.new_zeros(2, each.num_param_tokens).double() for each in layers.values()}
     mask: Tensor | None = None
 
     def add(layer: Any, inputs: tuple[Tensor, ...]) -> None:
@@ -82,7 +82,8 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
             model(*call.args, **call.kwargs)
     usage = {}
     for name, layer in layers.items():
-        lengths, (weights, shares) = _lengths(layer), sums[layer]
+        lengths = read_state(layer).values.double().norm(dim=-1)  # (P,)
+        weights, shares = sums[layer]
         sizes, shares = weights * lengths / tokens[layer], shares / (shares.sum() or 1.0)
         if not (sizes.isfinite() & shares.isfinite()).all():
             raise InputError(
@@ -127,10 +128,6 @@ def one_call(calls: Sequence[Call]) -> Call:
     )
 
 
-def _lengths(layer: Pattention) -> Tensor:
-    return read_state(layer).values.double().norm(dim=-1)  # (P,)
-
-
 @torch.no_grad()
 def prune(
     model: Model,
@@ -159,17 +156,13 @@ def prune(
     """
     layers = unwrapped_layers(model)
     counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
-    wanted = counts_by_layer(layers, *counts)
+    wanted = counts_to_keep(layers, *counts)
     check_usage(layers, usage)
     states = {}
     for name, layer in layers.items():
-        have = layer.num_param_tokens
-        kept = wanted.get(name, have)
-        if not 1 <= kept <= have:
-            remedy = "to add pairs, use grow()" if kept > have else "keep at least 1"
-            raise InputError(f"{name} has {have} pairs and cannot be pruned to {kept}; {remedy}")
+        kept = wanted.get(name, layer.num_param_tokens)
         states[name] = select_pairs(layer, usage[name].order[:kept].sort().values)
-        if adapt_tau and kept < have:
+        if adapt_tau and kept < layer.num_param_tokens:
             states[name] = states[name]._replace(tau=adapted_tau(layer, usage[name], kept))
     if any(state.num < layers[name].num_param_tokens for name, state in states.items()):
         write_states(model, states)

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.arguments import COUNTS, Counts
+from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block
 from tokenformer_vit.layers.pattention import PER_PAIR
 from tokenformer_vit.models.sizes import check_not_fused, find_layers, kind_of
 
@@ -102,16 +102,25 @@ def counts_by_layer(
         if not names:
             known = sorted({kind_of(name, each) for name, each in layers.items()})
             raise InputError(f"no layer is of the kind {kind!r}; choose from {', '.join(known)}")
-        numbers = [count]
-        if isinstance(count, Sequence):
-            numbers = [each for each in count for _ in range(3 if kind == "qkv" else 1)]
-            if len(numbers) != len(names):
-                blocks = len(names) * len(count) // len(numbers)
-                raise InputError(
-                    f"{COUNTS.get(kind, kind)} has {len(count)} numbers for {blocks} blocks: give "
-                    "one number for all blocks, or a list with one for each block"
-                )
-        wanted |= dict(zip(names, map(int, numbers * (len(names) // len(numbers))), strict=True))
+        argument = str(COUNTS.get(kind, kind))
+        # In a list, a number stands for the three layers of a block.
+        of_block = 3 if kind == "qkv" and isinstance(count, Sequence) else 1
+        blocks = counts_by_block(len(names) // of_block, **{argument: count})
+        numbers = (int(each[argument]) for each in blocks for _ in range(of_block))
+        wanted |= dict(zip(names, numbers, strict=True))
+    return wanted
+
+
+def counts_to_keep(
+    layers: Mapping[str, Pattention], *counts: Counts | Mapping[str, Counts]
+) -> dict[str, int]:
+    """Return :func:`counts_by_layer`, at least 1 and at most the present number of pairs."""
+    wanted = counts_by_layer(layers, *counts)
+    for name, kept in wanted.items():
+        have = layers[name].num_param_tokens
+        if not 1 <= kept <= have:
+            remedy = "to add pairs, use grow()" if kept > have else "keep at least 1"
+            raise InputError(f"{name} has {have} pairs and cannot be cut to {kept}: {remedy}")
     return wanted
 
 
@@ -309,22 +318,21 @@ def follow(
             gone = (each for each, holder in merged_into.items() if holder is parameter)
             models = (parameters[name.removeprefix("new_")], *gone, *parameters.values())
             first = optimizers[0], optimizers[0].param_groups[0]
-            optimizer, like = next((homes[p] for p in models if p in homes), first)
-            settings = copy.deepcopy({**like, "params": None})
-            apart = new_lr_scale is not None and name.startswith("new_")
-            for key in settings.keys() & {"lr", "initial_lr", "max_lr", "min_lr"} if apart else ():
-                settings[key] *= new_lr_scale  # with the rates of OneCycleLR
-            # New pairs apart join only groups of this growth: a resume repeats the growths of a
-            # run before it loads the rates, when those of two growths are still the same.
-            for group in optimizer.param_groups[numbers[optimizer] if apart else 0 :]:
-                if {**group, "params": None} == settings:
-                    # In the order of the model, because PyTorch loads a state by position.
-                    held, place = group["params"], places[parameter]
-                    before = [i for i, p in enumerate(held) if places.get(p, place) < place]
-                    held.insert(before[-1] + 1 if before else 0, parameter)
-                    break
-            else:
-                optimizer.add_param_group(group := {**settings, "params": [parameter]})
+            optimizer, group = next((homes[p] for p in models if p in homes), first)
+            if new_lr_scale is not None and name.startswith("new_"):
+                own = copy.deepcopy({**group, "params": []})
+                for key in own.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}:
+                    own[key] *= new_lr_scale  # with the rates of OneCycleLR
+                # Only groups of this growth: a resume repeats the growths of a run before it loads
+                # the rates, when those of two growths are still the same.
+                fresh = optimizer.param_groups[numbers[optimizer] :]
+                group = next((each for each in fresh if {**each, "params": []} == own), own)
+                if group is own:
+                    optimizer.add_param_group(own)
+            # In the order of the model, because PyTorch loads a state by position.
+            held, place = group["params"], places[parameter]
+            before = [i for i, p in enumerate(held) if places.get(p, place) < place]
+            held.insert(before[-1] + 1 if before else 0, parameter)
             homes[parameter] = optimizer, group
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import timm.layers
 import torch
 from timm.layers import LayerScale
 from torch import Tensor, nn
 
 from .arguments import COUNTS, EPS, arguments_of
 from .attention import Attention
-from .drop_path import DropPath
 from .norm import block_norm
 from .pattention import Pattention
 
@@ -39,12 +39,7 @@ class TokenFormerBlock(nn.Module):
             dict by kind, as ``theta``.
         mlp_ratio: Number of feed-forward pairs for each channel, if no count is given.
         qk_norm: Normalise queries and keys, by norms of the same kind.
-        proj_drop: Dropout rate after the output projection and the feed-forward layer.
-        attn_drop: Dropout rate of the attention weights.
-        init_values: Initial value of LayerScale; ``None`` for no LayerScale.
-        drop_path: Stochastic depth rate.
-        device: Device of the parameters.
-        dtype: Type of the parameters.
+        proj_drop, attn_drop, init_values, drop_path, device, dtype: As in timm's ``Block``.
         **ignored: ``IGNORED_TIMM_ARGUMENTS`` and the index of the block, which have no effect.
 
     Raises:
@@ -126,6 +121,24 @@ class TokenFormerBlock(nn.Module):
         attended = self.attn(self.norm1(x), attn_mask, is_causal, rope)
         x = x + self.drop_path1(self.ls1(attended))
         return x + self.drop_path2(self.ls2(self.mlp_drop(self.mlp(self.norm2(x)))))
+
+
+class DropPath(timm.layers.DropPath):
+    """timm's DropPath for (B, N, C) tokens; its rate is an input of compiled code.
+
+    timm calls ``bernoulli_(rate)``, and compiled code holds this rate as a constant. Each block has
+    another rate, so each would be compiled again, and PyTorch silently leaves the blocks after its
+    limit of eight versions uncompiled. Source: Deep Networks with Stochastic Depth,
+    arXiv:1603.09382.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop whole samples of (B, N, C) tokens."""
+        if not self.training:
+            return x
+        keep_prob = 1 - self.drop_prob
+        kept = torch.rand_like(x[:, :1, :1], dtype=torch.float32) < keep_prob  # (B, 1, 1)
+        return x * (kept / max(keep_prob, 1e-6)).to(x.dtype)
 
 
 def common(facts: Iterable[Any]) -> Any:

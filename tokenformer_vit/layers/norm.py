@@ -22,22 +22,15 @@ class BlockLayerNorm(nn.LayerNorm):
     ``affine`` is ``none`` (the TokenFormer default), ``bias``, or ``weight+bias``. Without
     parameters it is :func:`tokenformer_vit.ops.layer_norm`, otherwise PyTorch's.
     Sums are float32. Under autocast the output has autocast's precision, in which the next layers
-    multiply it.
+    multiply it. ``place`` has device and dtype.
     """
 
     AFFINE = ("none", "bias", "weight+bias")
 
     def __init__(
-        self,
-        num_channels: int,
-        affine: str = "none",
-        eps: float = 1e-6,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, num_channels: int, affine: str = "none", eps: float = 1e-6, **place: Any
     ) -> None:
-        super().__init__(
-            num_channels, eps=eps, elementwise_affine=affine != "none", device=device, dtype=dtype
-        )
+        super().__init__(num_channels, eps=eps, elementwise_affine=affine != "none", **place)
         self.affine = affine
         if affine == "bias":
             self.register_parameter("weight", None)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.ops import THETAS, default_tau, find_theta, pattention
 from tokenformer_vit.ops.pattention import product_is_cheaper
-from tokenformer_vit.ops.theta import theta_weights
 
 from .arguments import EPS
 
@@ -264,23 +263,22 @@ class Pattention(nn.Module):
 
     def used_tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return keys (S, C_in), values (S, C_out), τ () and score biases (S,) in use."""
-        keys, values, tau = self.key_param_tokens, self.value_param_tokens, self.tau
-        bias, new_bias = self.score_bias, self.new_score_bias
-        new_keys, new_values = self.new_key_param_tokens, self.new_value_param_tokens
-        if new_keys is not None and new_values is not None:
-            keys, values = torch.cat((keys, new_keys)), torch.cat((values, new_values))
-            if bias is not None and new_bias is not None:
-                bias = torch.cat((bias, new_bias))
-        active, used = self.active, self._used
-        if active is not None:
-            keys, values = keys[active], values[active]
-            bias = None if bias is None else bias[active]
-        if used is not None:
-            keys, values = keys[:used], values[:used]
-            bias = None if bias is None else bias[:used]
+        keys = self._used_rows(self.key_param_tokens, self.new_key_param_tokens)
+        values = self._used_rows(self.value_param_tokens, self.new_value_param_tokens)
+        tau, bias = self.tau, self.score_bias
+        if bias is not None:
+            bias = self._used_rows(bias, self.new_score_bias)
         if tau.dim() > 0:
             tau = tau[self._place]
         return keys, values, tau if self._ratio == 1.0 else tau * self._ratio, bias
+
+    def _used_rows(self, rows: Tensor, new: Tensor | None) -> Tensor:
+        active, used = self.active, self._used
+        if new is not None:
+            rows = torch.cat((rows, new))
+        if active is not None:
+            return rows[active]
+        return rows if used is None else rows[:used]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C_in) tokens to (..., C_out)."""
@@ -312,7 +310,7 @@ class Pattention(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             bias = None if bias is None else bias.to(dtype)
             scores = F.linear(x.to(dtype), keys.to(dtype), bias)  # (..., P)
-            return scores, theta_weights(scores, self.theta, tau, self.eps)
+            return scores, find_theta(self.theta).weights(scores, tau, self.eps)
 
     def extra_repr(self) -> str:
         """Describe the layer in ``repr``."""

@@ -1,6 +1,5 @@
 """TokenFormer vision models: timm's VisionTransformer with TokenFormer blocks."""
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -135,7 +134,7 @@ class TokenFormerViT(VisionTransformer):
         given = (num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
         counts = counts_by_block(depth, **dict(zip(COUNTS.values(), given, strict=True)))
         shared = model_pattention_args(pattention_args, embed_dim, max(depth, 1))
-        gain = 1 / math.sqrt(2 * max(depth, 1))
+        gain = (2 * max(depth, 1)) ** -0.5
 
         def block_fn(depth: int, **own: Any) -> TokenFormerBlock:  # timm gives the block's index
             if drop_path_uniform:
@@ -144,9 +143,7 @@ class TokenFormerViT(VisionTransformer):
             return TokenFormerBlock(**own, pattention_args=shared, residual_init_gain=gain)
 
         shape: Any = {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads}
-        norm_layer: Any = partial(
-            RmsNorm if norm in ("rms", "rms+weight") else LayerNorm, eps=norm_eps
-        )
+        norm_layer: Any = partial(RmsNorm if norm.startswith("rms") else LayerNorm, eps=norm_eps)
         super().__init__(**shape, block_fn=block_fn, norm_layer=norm_layer, **kwargs)  # type: ignore
         self._model_args = {"pattention_args": dict(pattention_args) if pattention_args else None}
         self.rope: RotaryEmbeddingCat | None = None

@@ -1,7 +1,7 @@
 """Pattention, and the norm before it, as functions on tensors; needs only torch.
 
-Start with ``pattention.py``. ``theta.py`` has the formulas of Θ, ``theta_grad.py`` and
-``triton_theta.py`` compute the default one faster.
+Start with ``pattention.py``. ``theta.py`` has the formulas of Θ, ``triton_theta.py`` the kernels
+of the default one.
 """
 
 from .norm import layer_norm

@@ -4,9 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .modes import plain_only
-from .theta import theta_weights
-from .theta_grad import GeluL2
+from .modes import plain_only, product_dtype
+from .theta import GeluL2, find_theta
 
 
 def pattention(
@@ -48,10 +47,10 @@ def pattention(
         # Traces and exports serve any number of tokens.
         tokens = None if plain_only() else x.numel() // x.shape[-1]
         if product_is_cheaper(key_param_tokens, value_param_tokens, tokens):
-            return F.linear(x, linear_weight(x, key_param_tokens, value_param_tokens), bias)
+            return F.linear(x, linear_weight(key_param_tokens, value_param_tokens), bias)
     scores = F.linear(x, key_param_tokens, score_bias)  # (..., P)
     if theta != "gelu_l2" or plain_only():
-        weights = theta_weights(scores, theta, tau, eps)
+        weights = find_theta(theta).weights(scores, tau, eps)
     elif torch.is_grad_enabled() and (scores.requires_grad or tau.requires_grad):
         weights = GeluL2.apply(scores, tau, eps)
     else:
@@ -70,10 +69,9 @@ def product_is_cheaper(keys: Tensor, values: Tensor, tokens: int | None) -> bool
     return pairs * both * tokens > whole * (tokens + pairs)
 
 
-def linear_weight(x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def linear_weight(keys: Tensor, values: Tensor) -> Tensor:
     """Return the weight (C_out, C_in) of linear tokens, rounded once under autocast."""
-    device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    if product_dtype(keys) == keys.dtype:
         return values.t() @ keys
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(keys.device.type, enabled=False):
         return values.t() @ keys
