@@ -21,6 +21,7 @@ from tokenformer_vit.vision.datasets import (
 )
 
 datasets = pytest.importorskip("datasets")
+pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 pytestmark = pytest.mark.usefixtures("arrow_cache")
 NAMES = ["ant", "bee", "cat"]
 
@@ -149,6 +150,25 @@ def test_a_label_that_is_no_class_is_named(label, tmp_path):
     rows.to_parquet(tmp_path / "train.parquet")
     with pytest.raises(InputError, match=f"row 2 has the label {label}, which is no class: use a"):
         open_images(tmp_path, "train", classes=NAMES)
+
+
+def test_a_row_may_name_a_file_in_its_folder_alone(tmp_path):
+    inside, outside = tmp_path / "in/a.png", tmp_path / "secret.png"
+    for path in (inside, outside):
+        draw(path)
+    os.mkfifo(tmp_path / "in/pipe.png")  # would be waited for
+    (tmp_path / "in/link.png").symlink_to(outside)
+    named = ["a.png", str(inside)]
+    refused = ["link.png", "../secret.png", str(outside), "/dev/zero", "pipe.png", "no.png", None]
+    images = [{"path": path, "bytes": None} for path in [*named, *refused]]
+    image = pa.array(images, pa.struct({"path": pa.string(), "bytes": pa.binary()}))
+    table = pa.table({"image": image, "label": [0] * len(images)})
+    parquet.write_table(table, tmp_path / "in/train.parquet")
+    found = open_images(tmp_path / "in", "train", classes=["ant"])
+    assert [found[row]["img_path"] for row in range(2)] == [str(inside)] * 2
+    for row, path in enumerate(refused, 2):
+        with pytest.raises(InputError, match=f"row {row}: {path or ''!r} is no file in that fol"):
+            found[row]
 
 
 def test_files_of_different_data_sets_are_refused(source, capsys):

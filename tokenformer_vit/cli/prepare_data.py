@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import locked_folder, make_folder
 from tokenformer_vit.vision import datasets
 from tokenformer_vit.vision.images import list_images, read_images
 
@@ -49,7 +50,8 @@ def main(argv: list[str]) -> None:
         if not found or len({images.classes for images in found.values()}) > 1:
             there = ", ".join(splits)
             raise InputError(f"name --splits train=... val=... of one data set: {there}")
-    for name, limit in (("train", args.limit), ("val", args.limit_val)):
-        if name in found:
-            found[name].keep(found[name].rows < limit)
-            datasets.unpack(found[name], args.target / name, name)
+    make_folder(args.target, "TARGET")
+    with locked_folder(args.target):
+        for name, images in found.items():
+            images.keep(images.rows < (args.limit if name == "train" else args.limit_val))
+            datasets.unpack(images, args.target / name, name)
