@@ -1,5 +1,6 @@
 """A folder of images is enough for a first run, and the config that it writes for the next one."""
 
+import csv
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from timm.models import VisionTransformer
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.checkpoints import save_model
+from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.training.config import load_config, read_config
 from tokenformer_vit.training.folder import Start, configure_folder
 
@@ -45,10 +46,12 @@ def write_images(folder, size, counts, generator):
     return folder
 
 
+SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
+
+
 @pytest.fixture
 def exported(tmp_path):
-    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
-    model = timm.create_model("tokenformer_tiny", **sizes, num_classes=5)
+    model = timm.create_model("tokenformer_tiny", **SIZES, num_classes=5)
     folder = tmp_path / "exported"
     how = {"mean": (0.1, 0.2, 0.3), "crop_pct": 0.8, "interpolation": "bilinear"}
     save_model(model, folder, list("abcde"), how)
@@ -143,6 +146,33 @@ def test_fine_tuning_starts_from_weights_and_prepares_images_as_they_were(
     same = [torch.equal(after[name], before[name]) for name in before if "token" in name]
     assert all(same) if freeze else not all(same)
     assert freeze or max((after[n] - before[n]).abs().max() for n in before if "token" in n) < 0.01
+
+
+def test_a_grey_model_sees_grey_images_in_training_and_everywhere(
+    tmp_path, generator, train, command
+):
+    folder = tmp_path / "photos"
+    for split, counts in (("train", {"cat": 8, "dog": 8}), ("val", {"cat": 8})):
+        write_images(folder / split, (24, 24), counts, generator)
+    model = timm.create_model("tokenformer_tiny", **{**SIZES, "img_size": 24}, in_chans=1)
+    how = {"mean": (0.4,), "std": (0.2,), "crop_pct": 1.0}
+    save_model(model, tmp_path / "grey", None, how)
+    train(folder, tmp_path / "run", "--checkpoint", tmp_path / "grey")
+    model = load_model(None, tmp_path / "run")
+    with torch.no_grad():  # trained for a moment, it would say the same of every image
+        model.head.weight.normal_(0, 0.3)
+    save_model(model, tmp_path / "run")
+    assert command("test", tmp_path / "run/photos.py", tmp_path / "run").status == 0
+    with (tmp_path / "run/test/predictions.csv").open() as file:
+        tested = {Path(row["path"]).name: row for row in csv.DictReader(file)}
+    done = command("predict", folder / "val", "--checkpoint", tmp_path / "run", "--json")
+    answers = {
+        Path(each["file"]).name: each["top"][0] for each in map(json.loads, done.out.splitlines())
+    }
+    assert len({answer["probability"] for answer in answers.values()}) == 8
+    for name, row in tested.items():
+        assert row["predicted"] == answers[name]["label"]
+        assert float(row["score"]) == pytest.approx(answers[name]["probability"], abs=1e-2)
 
 
 @pytest.mark.parametrize(

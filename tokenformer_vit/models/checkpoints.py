@@ -283,13 +283,14 @@ def mmpretrain_checkpoint(model: Any) -> dict[str, Any]:
 
 def _card(model: Any, description: dict, facts: Mapping[str, Any]) -> str:
     own = "import tokenformer_vit  # registers the model\n" * hasattr(model, "computation")
+    mode = "L" if description["pretrained_cfg"]["input_size"][0] == 1 else "RGB"
     usage = f"""```python
 import timm
 {own}from PIL import Image
 
 model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # or "hf-hub:USER/NAME"
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-output = model(transform(Image.open("image.png").convert("RGB"))[None])
+output = model(transform(Image.open("image.png").convert("{mode}"))[None])
 ```"""
     count = sum(each.numel() for each in model.parameters())
     about = {"Parameters": f"{count:,}", "Arguments": description["model_args"], **facts}

@@ -23,8 +23,9 @@ from tokenformer_vit.files import write_whole
 
 from .images import images_in, is_hidden, opened
 
-# Names of validation sets, as folders or splits; the first that is there is used.
-VALIDATION = ("val", "valid", "validation", "dev", "test")
+# Names of test and validation sets, as folders or splits; the first that is there is used.
+TEST = ("test", "testing")
+VALIDATION = ("val", "valid", "validation", "dev", *TEST)
 # hf://datasets/OWNER/NAME, then perhaps @REVISION, then perhaps /FOLDER, as huggingface_hub has it.
 HUB = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(refs/\w+/\w+|[^/]+))?(?:/(.+?))?/?")
 _SUFFIXES: Any = {"JPEG": ".jpg", "MPO": ".jpg", "JPEG2000": ".jp2"}  # else the name of the format
@@ -118,7 +119,10 @@ def open_images(
 
 
 def find_splits(source: str | Path, split: str = "") -> dict[str, Any]:
-    """Return the splits of a source: folders of classes, parquet files, or saved data sets."""
+    """Return the splits of a source: folders of classes, parquet files, or saved data sets.
+
+    ``val`` and ``test`` are also there by their other names.
+    """
     hub, folder = HUB.fullmatch(str(source)), Path(source).expanduser()
     if hub:
         from huggingface_hub import snapshot_download
@@ -144,8 +148,10 @@ def find_splits(source: str | Path, split: str = "") -> dict[str, Any]:
         splits = {each.name: each for each in folders if each.name in ("train", *VALIDATION)}
         if "train" not in splits and len(splits) < len(folders):
             return {"train": folder}
-    val = next((splits[name] for name in VALIDATION if name in splits), None)
-    return splits if val is None else {**splits, "val": val}
+    for name, names in (("val", VALIDATION), ("test", TEST)):
+        if there := [splits[each] for each in names if each in splits]:
+            splits[name] = there[0]
+    return splits
 
 
 def _read_rows(files: Any) -> Any:
