@@ -278,7 +278,7 @@ def test_what_cannot_be_trained(data_root, tmp_path):
     refused("val has classes that train lacks: dork")
     shutil.rmtree(folder / "val")
     (folder / "train").rename(folder / " train")
-    (folder / "dark").mkdir()
+    shutil.copytree(data_root / "train/dark", folder / "dark")
     refused("rename ' train/bright/0.png': no space first")
 
 
