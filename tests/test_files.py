@@ -67,25 +67,6 @@ def test_of_two_writers_each_writes_a_whole(there, tmp_path):
     assert {each.name for each in tmp_path.iterdir()} == {"file", "folder"}
 
 
-WRITING = """
-import sys
-from pathlib import Path
-from tokenformer_vit.files import new_folder, whole_file
-for number in range(30):
-    with new_folder(Path(sys.argv[1])) as folder:
-        for name in ("a", "b"):
-            with whole_file(folder / name) as file:
-                file.write(f"{sys.argv[2]} {number}".encode() * 999)
-"""
-
-
-def test_two_processes_never_mix_a_folder(tmp_path):
-    words = [sys.executable, "-c", WRITING, str(tmp_path / "out")]
-    writers = [subprocess.Popen([*words, name]) for name in ("one", "two")]
-    assert [each.wait() for each in writers] == [0, 0]
-    assert len({(tmp_path / "out" / name).read_bytes() for name in "ab"}) == 1
-
-
 def test_names_of_partial_files_are_no_trap(tmp_path, monkeypatch):
     """A link or a folder that waits there is neither followed nor deleted."""
     monkeypatch.setattr("secrets.token_hex", lambda _: "00000000")

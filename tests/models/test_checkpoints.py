@@ -209,26 +209,24 @@ def test_damage_is_found(saved, caplog):
         read_checkpoint(folder / "x.pth")
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_whatever_a_file_holds_is_read_or_refused_in_one_line(legacy, tmp_path, seed):
+@pytest.mark.parametrize("zipped", [False, True])
+def test_whatever_a_file_holds_is_read_or_refused_in_one_line(zipped, tmp_path, seed):
     draw, path = random.Random(seed), tmp_path / "x.pth"
-    torch.save(
-        {"state_dict": {"w": torch.randn(3, 4)}, "meta": [1, 2.5, "x", None]},
-        path,
-        _use_new_zipfile_serialization=not legacy,
-    )
+    content = {"state_dict": {"w": torch.randn(3, 4)}, "meta": [1, 2.5, "x", None]}
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
     whole = path.read_bytes()
     texts = [bytes([first]) + b"ello world\n1,2\n" for first in range(256)]
     cuts = [whole[: draw.randrange(len(whole))] for _ in range(50)]
-    flips = []
-    for _ in range(100):
-        flips.append(bytearray(whole))
-        flips[-1][draw.randrange(len(whole))] = draw.randrange(256)
-    for data in (*texts, *cuts, *flips):
+    for data in (*texts, *cuts):
         path.write_bytes(data)
+        with pytest.raises(InputError, match=r"x\.pth is damaged, or"):
+            read_checkpoint(path)
+    for _ in range(100):
+        flipped = bytearray(whole)
+        flipped[draw.randrange(len(whole))] = draw.randrange(256)
+        path.write_bytes(flipped)
         with suppress(InputError):
-            assert isinstance(read_checkpoint(path), dict)
-            assert data in flips
+            read_checkpoint(path)
 
 
 class Evil:
@@ -243,7 +241,7 @@ class Evil:
 def test_no_code_runs_and_foreign_bytes_are_refused(tmp_path, name):
     content = {"state_dict": {"w": torch.zeros(1)}, "evil": Evil(tmp_path / "ran")}
     torch.save(content, tmp_path / name)
-    for data in (None, pickle.dumps(content), b"", b"PK\x03\x04", b"not a checkpoint" * 99):
+    for data in (None, pickle.dumps(content), b"PK\x03\x04"):
         if data is not None:
             (tmp_path / name).write_bytes(data)
         with pytest.raises(InputError, match=rf"{name} is damaged, or .*could run code") as error:

@@ -98,10 +98,13 @@ def test_the_same_command_repeats_what_a_killed_run_began(data_root, tmp_path, c
     assert len(set(texts)) == len(set(rates)) == 1
 
 
-def test_the_same_command_resumes_a_run_whatever_it_started_from(data_root, exported, tmp_path):
+def test_the_same_command_resumes_a_run_whatever_it_started_from(data_root, tmp_path):
     """The run prints "to resume: the same command with --resume"."""
-    fine_tuning = Start(checkpoint=exported, freeze=True)
+    fine_tuning = Start(checkpoint=Path("tokenformer_cifar10_micro"), freeze=True)
     path = configure_folder(data_root, tmp_path / "tuned", fine_tuning, None)
+    backbone = load_config(path).model.backbone
+    assert backbone.model_name == "tokenformer_cifar10_micro"
+    assert Path(backbone.checkpoint_path).is_file()
     for start in (fine_tuning, Start()):
         assert configure_folder(data_root, tmp_path / "tuned", start, "auto") == path
     for other in (Start("vit_tiny_patch16_224"), Start(checkpoint=tmp_path / "other")):
@@ -160,7 +163,7 @@ def test_a_grey_model_sees_grey_images_in_training_and_everywhere(
     train(folder, tmp_path / "run", "--checkpoint", tmp_path / "grey")
     model = load_model(None, tmp_path / "run")
     with torch.no_grad():  # trained for a moment, it would say the same of every image
-        model.head.weight.normal_(0, 0.3)
+        model.head.weight.normal_(0, 0.1)
     save_model(model, tmp_path / "run")
     assert command("test", tmp_path / "run/photos.py", tmp_path / "run").status == 0
     with (tmp_path / "run/test/predictions.csv").open() as file:
@@ -172,7 +175,7 @@ def test_a_grey_model_sees_grey_images_in_training_and_everywhere(
         probability = {each["label"]: each["probability"] for each in answer["top"]}
         # torchvision's grey may be one level of 255 darker than Pillow's.
         assert float(row["score"]) == pytest.approx(probability[row["predicted"]], abs=0.02)
-    assert max(float(row["score"]) for row in tested.values()) > 0.55
+    assert len({row["score"] for row in tested.values()}) == 8
 
 
 @pytest.mark.parametrize(
@@ -206,13 +209,6 @@ def test_the_config_is_short_and_names_change_nothing_in_it(tmp_path, generator)
     dataset = DATASETS.build(cfg.train_dataloader.dataset)
     assert dataset.metainfo["classes"] == tuple(sorted(names))
     assert dataset[0]["inputs"].shape == (3, 8, 8)
-
-
-def test_weights_in_this_package_are_named(data_root, tmp_path):
-    start = Start(checkpoint=Path("tokenformer_cifar10_micro"))
-    backbone = load_config(configure_folder(data_root, tmp_path, start, None)).model.backbone
-    assert backbone.model_name == "tokenformer_cifar10_micro"
-    assert Path(backbone.checkpoint_path).is_file()
 
 
 def test_a_part_of_each_class_is_held_out_and_nothing_is_moved(tmp_path, generator):
@@ -255,12 +251,16 @@ def test_sets_for_validation_and_test_may_lack_a_class(validated, tested, data_r
     assert cfg.test_dataloader.dataset.pipeline == cfg.val_dataloader.dataset.pipeline
 
 
-def test_one_image_of_each_class_trains_and_what_to_expect_is_said(tmp_path, generator, train):
-    folder = write_images(tmp_path / "photos", (40, 50), {"cat": 1, "dog": 1}, generator)
-    output = train(folder, tmp_path / "run")
-    assert "No image can be held out: accuracy is that on the training images" in output
-    assert "weights are random. With few images, fine-tune: --checkpoint tokenformer_ci" in output
-    assert json.loads((tmp_path / "run/record.json").read_text())["train_images"] == 2
+def test_one_image_of_each_class_is_for_both_and_what_to_expect_is_said(
+    tmp_path, generator, capsys
+):
+    folder = write_images(tmp_path / "photos", (8, 8), {"cat": 1, "dog": 1}, generator)
+    cfg = load_config(configure_folder(folder, tmp_path / "run", Start(), None))
+    for loader in (cfg.train_dataloader, cfg.val_dataloader):
+        assert len(DATASETS.build(loader.dataset)) == 2
+    said = capsys.readouterr().out
+    assert "No image can be held out: accuracy is that on the training images" in said
+    assert "weights are random. With few images, fine-tune: --checkpoint tokenformer_ci" in said
 
 
 def test_what_cannot_be_trained(data_root, tmp_path):
