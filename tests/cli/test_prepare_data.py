@@ -177,9 +177,12 @@ def test_check_lists_what_cannot_be_decoded(source, tmp_path, capsys):
     Image.effect_noise((64, 64), 99).save(cut)
     cut.write_bytes(cut.read_bytes()[:1500])  # the header is whole, the picture is not
     empty.touch()
+    stack = tmp_path / "out/train/bee/stack.tif"
+    Image.new("L", (4, 4)).save(stack, save_all=True, append_images=[Image.new("L", (4, 4))])
     capsys.readouterr()
     with pytest.raises(SystemExit, match="True"):
         run("--check", tmp_path / "out")
     *lines, last = capsys.readouterr().out.splitlines()
-    assert [line.split(": ")[1] for line in lines] == [str(cut), str(empty)]
+    assert [line.split(": ")[1] for line in lines] == [str(cut), str(stack), str(empty)]
+    assert lines[1] == f"of several pages, the first is used: {stack}"
     assert last == "2 are unreadable"
