@@ -70,9 +70,9 @@ def smaller_models(
 def equal_count(model: Any, flops: float, tokens: int | None = None) -> int:
     """Choose one number of pairs for all feed-forward layers, for a share of the model's FLOPs."""
     layers = [block.mlp for block in model.blocks]
-    tokens = tokens or model.patch_embed.num_patches + model.num_prefix_tokens
-    pair = 2 * tokens * sum(layer.in_features + layer.out_features for layer in layers)
-    count = int(layers[0].num_param_tokens - (1 - flops) * flops_of(model, tokens) / pair)
+    rows: int = tokens or model.patch_embed.num_patches + model.num_prefix_tokens
+    pair = 2 * rows * sum(layer.in_features + layer.out_features for layer in layers)
+    count = int(layers[0].num_param_tokens - (1 - flops) * flops_of(model, rows) / pair)
     if count < 1:
         raise InputError(f"no feed-forward pair is left at {flops:g} of the FLOPs: give more")
     return count
@@ -221,7 +221,8 @@ def measure(
     models without a classifier, the mean cosine of the features of both, in %. ``milliseconds`` are
     those of an image of the first batch, in turns; median of ``ROUNDS``.
     """
-    whole, first, same, right = next(iter(models.values())), None, [], []
+    whole, same, right = next(iter(models.values())), [], []
+    first: Any = None
     for batch in batches:
         first = batch if first is None else first
         outputs = torch.stack([model(batch).float().flatten(1) for model in models.values()])
