@@ -1,9 +1,13 @@
-"""Write files and folders as a whole; a `.NAME.partial` of a killed process is replaced later."""
+"""Write files and folders as a whole.
+
+A killed process leaves a `.NAME.XXXXXXXX.partial`; in a locked folder, the next owner removes it.
+"""
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,44 +17,60 @@ from .errors import InputError
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing; an old file stays until the new one is complete and on disk."""
+def whole_file(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
+    """Open a file for writing; an old file stays until the new one is complete and on disk.
+
+    Of several writers, the last to end leaves its file. Without ``sync``, for thousands of small
+    files, a crash of the machine may leave empty ones.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = _partial(path)
+    file = partial.open("xb")  # with the permissions of umask, unlike tempfile's
     try:
-        with partial.open("wb") as file:
+        with file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
     """Write a file as :func:`whole_file` does."""
-    with whole_file(path) as file:
+    with whole_file(path, sync) as file:
         file.write(data)
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder, whose files get into ``folder`` if the block ends without an error."""
-    there = folder.is_dir()
+    """Yield an empty folder, whose files get into ``folder`` if the block ends without an error.
+
+    Of several writers, the last to end leaves its files, as one set.
+    """
     # An old folder may be on another disk than its parent.
-    partial = (folder if there else folder.parent) / f".{folder.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = _partial(folder / folder.name if folder.is_dir() else folder)
     partial.mkdir(parents=True)
     try:
         yield partial
-        for file in list(partial.iterdir()):
+        for file in partial.iterdir():
             file.chmod(partial.stat().st_mode & 0o666)  # libraries may write files as 0600
-            if there:
-                os.replace(file, folder / file.name)
-        if not there:
+        try:
             partial.rename(folder)
+        except OSError:  # it is there, perhaps by another writer
+            if not folder.is_dir():
+                raise
+            with _locked(folder, seconds=60):
+                for file in partial.iterdir():
+                    os.replace(file, folder / file.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _partial(path: Path) -> Path:
+    """Return a new name beside a path, at which no link or folder can wait."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
 
 def make_folder(folder: Path, option: str) -> None:
@@ -65,9 +85,16 @@ def make_folder(folder: Path, option: str) -> None:
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a work directory until the block, or the process, ends."""
-    try:
-        with FileLock(folder / ".lock", timeout=0):
-            yield
+    """Keep other processes out of a folder of results until the block, or the process, ends."""
+    with _locked(folder):
+        for left in folder.glob(".*.????????.partial"):  # by a killed owner
+            if left.is_file():
+                left.unlink()
+        yield
+
+
+def _locked(folder: Path, seconds: float = 0) -> AbstractContextManager:
+    try:  # one lock a process, which may take it again
+        return FileLock(folder / ".lock", is_singleton=True).acquire(timeout=seconds)
     except Timeout as error:
-        raise InputError(f"{folder} is in use: wait, or choose another --work-dir") from error
+        raise InputError(f"{folder} is in use: wait, or choose another folder") from error

@@ -198,13 +198,8 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(exported, model, dat
     save_model(diverged, tmp_path / "run", CLASSES)
     assert "output is not finite" in failure(tmp_path / "run", data, "--keep", 0.5)
     for split in ("train", "val"):
-        for path in (data / split).glob("*/*.png"):
-            link = tmp_path / "data" / path.relative_to(data)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(path)
-    for split in ("train", "val"):
-        cut = tmp_path / "data" / split / "cat" / "cut.png"
+        cut = data / split / "cat" / "cut.png"
         cut.write_bytes((data / "val" / "cat" / "0.png").read_bytes()[:900])
-        assert str(cut) in failure(exported, tmp_path / "data", "--save", tmp_path / "out")
+        assert str(cut) in failure(exported, data, "--save", tmp_path / "out")
         cut.unlink()
         assert not (tmp_path / "out" / "compression.json").exists()

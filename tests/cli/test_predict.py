@@ -14,6 +14,7 @@ from timm.models import save_for_hf
 
 from tokenformer_vit.cli import predict
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.checkpoints import save_model
 
 KWARGS = {"depth": 2, "img_size": 32, "patch_size": 8, "embed_dim": 48, "num_heads": 3}
 LABELS = ["cat", "dog", "eel"]
@@ -119,6 +120,12 @@ def test_a_model_whose_weights_are_in_the_package(option, photos, capsys):
     for guess in json.loads(captured.out)["top"]:
         assert guess["label"] == trained.pretrained_cfg["label_names"][guess["index"]]
         assert guess["probability"] == pytest.approx(expected[guess["index"]].item(), rel=1e-4)
+
+
+def test_channels_that_no_image_has_are_refused(photos, tmp_path):
+    save_model(timm.create_model("tokenformer_tiny", in_chans=4, **KWARGS), tmp_path)
+    with pytest.raises(InputError, match="takes 4 channels, but images are read as grey or RGB"):
+        predict.main([str(photos), "--checkpoint", str(tmp_path)])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.finfo().max])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from PIL import Image
 
 from tokenformer_vit.cli import prepare_data
@@ -54,7 +55,7 @@ def refused(said, *words):
 
 
 def tree(folder):
-    files = (path for path in folder.rglob("*") if path.is_file())
+    files = (path for path in folder.rglob("[!.]*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -72,21 +73,28 @@ def test_bytes_classes_and_suffixes_are_kept(source, tmp_path, capsys):
 
 def test_an_interrupted_run_is_continued(source, tmp_path, monkeypatch):
     run(source, tmp_path / "whole")
-    replace, left = Path.replace, iter(range(4))
+    replace, left = os.replace, iter(range(4))
 
     def die(partial, path):
         if next(left, None) is None:
             raise KeyboardInterrupt
         return replace(partial, path)
 
-    monkeypatch.setattr(Path, "replace", die)
+    monkeypatch.setattr(os, "replace", die)
     with pytest.raises(KeyboardInterrupt):
         run(source, tmp_path / "killed")
     monkeypatch.undo()
     run(source, tmp_path / "killed")
     assert tree(tmp_path / "killed") == tree(tmp_path / "whole")
-    monkeypatch.setattr(Path, "replace", lambda *_: pytest.fail("wrote what was there"))
+    monkeypatch.setattr(os, "replace", lambda *_: pytest.fail("wrote what was there"))
     run(source, tmp_path / "whole")
+
+
+def test_two_do_not_write_into_one_folder(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out/.lock"):  # as of another process
+        refused("out is in use: wait, or choose another folder", source, tmp_path / "out")
+    assert tree(tmp_path / "out") == {}
 
 
 def test_limits_take_the_first_rows_and_keep_every_class(source, tmp_path, capsys):
@@ -169,9 +177,12 @@ def test_check_lists_what_cannot_be_decoded(source, tmp_path, capsys):
     Image.effect_noise((64, 64), 99).save(cut)
     cut.write_bytes(cut.read_bytes()[:1500])  # the header is whole, the picture is not
     empty.touch()
+    stack = tmp_path / "out/train/bee/stack.tif"
+    Image.new("L", (4, 4)).save(stack, save_all=True, append_images=[Image.new("L", (4, 4))])
     capsys.readouterr()
     with pytest.raises(SystemExit, match="True"):
         run("--check", tmp_path / "out")
     *lines, last = capsys.readouterr().out.splitlines()
-    assert [line.split(": ")[1] for line in lines] == [str(cut), str(empty)]
+    assert [line.split(": ")[1] for line in lines] == [str(cut), str(stack), str(empty)]
+    assert lines[1] == f"of several pages, the first is used: {stack}"
     assert last == "2 are unreadable"

@@ -1,5 +1,6 @@
 """A folder of images is enough for a first run, and the config that it writes for the next one."""
 
+import csv
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from timm.models import VisionTransformer
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.checkpoints import save_model
+from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.training.config import load_config, read_config
 from tokenformer_vit.training.folder import Start, configure_folder
 
@@ -45,10 +46,12 @@ def write_images(folder, size, counts, generator):
     return folder
 
 
+SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
+
+
 @pytest.fixture
 def exported(tmp_path):
-    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
-    model = timm.create_model("tokenformer_tiny", **sizes, num_classes=5)
+    model = timm.create_model("tokenformer_tiny", **SIZES, num_classes=5)
     folder = tmp_path / "exported"
     how = {"mean": (0.1, 0.2, 0.3), "crop_pct": 0.8, "interpolation": "bilinear"}
     save_model(model, folder, list("abcde"), how)
@@ -95,10 +98,13 @@ def test_the_same_command_repeats_what_a_killed_run_began(data_root, tmp_path, c
     assert len(set(texts)) == len(set(rates)) == 1
 
 
-def test_the_same_command_resumes_a_run_whatever_it_started_from(data_root, exported, tmp_path):
+def test_the_same_command_resumes_a_run_whatever_it_started_from(data_root, tmp_path):
     """The run prints "to resume: the same command with --resume"."""
-    fine_tuning = Start(checkpoint=exported, freeze=True)
+    fine_tuning = Start(checkpoint=Path("tokenformer_cifar10_micro"), freeze=True)
     path = configure_folder(data_root, tmp_path / "tuned", fine_tuning, None)
+    backbone = load_config(path).model.backbone
+    assert backbone.model_name == "tokenformer_cifar10_micro"
+    assert Path(backbone.checkpoint_path).is_file()
     for start in (fine_tuning, Start()):
         assert configure_folder(data_root, tmp_path / "tuned", start, "auto") == path
     for other in (Start("vit_tiny_patch16_224"), Start(checkpoint=tmp_path / "other")):
@@ -145,6 +151,33 @@ def test_fine_tuning_starts_from_weights_and_prepares_images_as_they_were(
     assert freeze or max((after[n] - before[n]).abs().max() for n in before if "token" in n) < 0.01
 
 
+def test_a_grey_model_sees_grey_images_in_training_and_everywhere(
+    tmp_path, generator, train, command
+):
+    folder = tmp_path / "photos"
+    for split, counts in (("train", {"cat": 8, "dog": 8}), ("val", {"cat": 8})):
+        write_images(folder / split, (24, 24), counts, generator)
+    model = timm.create_model("tokenformer_tiny", **{**SIZES, "img_size": 24}, in_chans=1)
+    how = {"mean": (0.4,), "std": (0.2,), "crop_pct": 1.0}
+    save_model(model, tmp_path / "grey", None, how)
+    train(folder, tmp_path / "run", "--checkpoint", tmp_path / "grey")
+    model = load_model(None, tmp_path / "run")
+    with torch.no_grad():  # trained for a moment, it would say the same of every image
+        model.head.weight.normal_(0, 0.1)
+    save_model(model, tmp_path / "run")
+    assert command("test", tmp_path / "run/photos.py", tmp_path / "run").status == 0
+    with (tmp_path / "run/test/predictions.csv").open() as file:
+        tested = {Path(row["path"]).name: row for row in csv.DictReader(file)}
+    done = command("predict", folder / "val", "--checkpoint", tmp_path / "run", "--json")
+    assert len(tested) == len(done.out.splitlines()) == 8
+    for answer in map(json.loads, done.out.splitlines()):
+        row = tested[Path(answer["file"]).name]
+        probability = {each["label"]: each["probability"] for each in answer["top"]}
+        # torchvision's grey may be one level of 255 darker than Pillow's.
+        assert float(row["score"]) == pytest.approx(probability[row["predicted"]], abs=0.02)
+    assert len({row["score"] for row in tested.values()}) == 8
+
+
 @pytest.mark.parametrize(
     ("size", "side", "recipe"),
     [
@@ -178,13 +211,6 @@ def test_the_config_is_short_and_names_change_nothing_in_it(tmp_path, generator)
     assert dataset[0]["inputs"].shape == (3, 8, 8)
 
 
-def test_weights_in_this_package_are_named(data_root, tmp_path):
-    start = Start(checkpoint=Path("tokenformer_cifar10_micro"))
-    backbone = load_config(configure_folder(data_root, tmp_path, start, None)).model.backbone
-    assert backbone.model_name == "tokenformer_cifar10_micro"
-    assert Path(backbone.checkpoint_path).is_file()
-
-
 def test_a_part_of_each_class_is_held_out_and_nothing_is_moved(tmp_path, generator):
     counts = {"cat": 10, "a dog": 7, "eel": 2}
     folder = write_images(tmp_path / "photos", (20, 30), counts, generator)
@@ -205,14 +231,36 @@ def test_a_part_of_each_class_is_held_out_and_nothing_is_moved(tmp_path, generat
     assert backbone.model.patch_embed.patch_size == (4, 4)
 
 
-@pytest.mark.parametrize("name", ["val", "validation", "test"])
-def test_a_validation_set_may_lack_a_class(name, data_root, tmp_path):
+@pytest.mark.parametrize(
+    ("validated", "tested"), [("val", "testing"), ("validation", "test"), ("test", None)]
+)
+def test_sets_for_validation_and_test_may_lack_a_class(validated, tested, data_root, tmp_path):
     folder = shutil.copytree(data_root, tmp_path / "photos")
+    if tested:
+        shutil.copytree(folder / "val" / "dark", folder / tested / "dark")
     shutil.rmtree(folder / "val" / "bright")
-    (folder / "val").rename(folder / name)
-    configure_folder(folder, tmp_path / "run", Start(), None)
-    lines = (tmp_path / "run" / "val.txt").read_text().splitlines()
-    assert {line.split("/")[1] + line[-2:] for line in lines} == {"dark 1", "split 2"}
+    (folder / "val").rename(folder / validated)
+    cfg = load_config(configure_folder(folder, tmp_path / "run", Start(), None))
+    for loader, name, classes in (
+        (cfg.val_dataloader, validated, {"dark 1", "split 2"}),
+        (cfg.test_dataloader, tested or validated, {"dark 1"} if tested else {"dark 1", "split 2"}),
+    ):
+        lines = Path(loader.dataset.ann_file).read_text().splitlines()
+        assert {line.split("/")[0] for line in lines} == {name}
+        assert {line.split("/")[1] + line[-2:] for line in lines} == classes
+    assert cfg.test_dataloader.dataset.pipeline == cfg.val_dataloader.dataset.pipeline
+
+
+def test_one_image_of_each_class_is_for_both_and_what_to_expect_is_said(
+    tmp_path, generator, capsys
+):
+    folder = write_images(tmp_path / "photos", (8, 8), {"cat": 1, "dog": 1}, generator)
+    cfg = load_config(configure_folder(folder, tmp_path / "run", Start(), None))
+    for loader in (cfg.train_dataloader, cfg.val_dataloader):
+        assert len(DATASETS.build(loader.dataset)) == 2
+    said = capsys.readouterr().out
+    assert "No image can be held out: accuracy is that on the training images" in said
+    assert "weights are random. With few images, fine-tune: --checkpoint tokenformer_ci" in said
 
 
 def test_what_cannot_be_trained(data_root, tmp_path):
@@ -227,7 +275,11 @@ def test_what_cannot_be_trained(data_root, tmp_path):
     refused("no linear classifier", model="swin_tiny_patch4_window7_224")
     refused("is among the classes of", folder / "val" / "work_dirs")
     (folder / "val" / "dark").rename(folder / "val" / "dork")
-    refused("val has classes that .*train lacks: dork")
+    refused("val has classes that train lacks: dork")
+    shutil.rmtree(folder / "val")
+    (folder / "train").rename(folder / " train")
+    shutil.copytree(data_root / "train/dark", folder / "dark")
+    refused("rename ' train/bright/0.png': no space first")
 
 
 def test_the_recipe_of_the_digits_is_that_of_their_config(tmp_path, generator):

@@ -135,6 +135,14 @@ def test_what_is_measured_is_that_of_each_model():
     assert measure({"a": bare[0]}, [x], None)[0]["agreement"] == pytest.approx(100)
 
 
+def test_flops_are_those_at_the_size_of_the_images():
+    model, x = build(dynamic_img_size=True), torch.randn(4, 3, 32, 32)
+    (point,) = measure({"a": model}, [x], None)
+    assert point["flops_per_image"] == flops_of(build(img_size=32)) > 2 * flops_of(model)
+    (made,) = smaller_models(model, [x], [0.5]).values()
+    assert 0.45 < flops_of(made, 65) / point["flops_per_image"] <= 0.5
+
+
 def test_images_to_fit_to_are_not_those_to_measure_with(tmp_path):
     for folder in ("flat", "classes/cat", "classes/dog", "both/train/cat", "both/dev/cat", "one"):
         (tmp_path / folder).mkdir(parents=True)

@@ -21,6 +21,7 @@ from tokenformer_vit.vision.datasets import (
 )
 
 datasets = pytest.importorskip("datasets")
+pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 pytestmark = pytest.mark.usefixtures("arrow_cache")
 NAMES = ["ant", "bee", "cat"]
 
@@ -151,6 +152,25 @@ def test_a_label_that_is_no_class_is_named(label, tmp_path):
         open_images(tmp_path, "train", classes=NAMES)
 
 
+def test_a_row_may_name_a_file_in_its_folder_alone(tmp_path):
+    inside, outside = tmp_path / "in/a.png", tmp_path / "secret.png"
+    for path in (inside, outside):
+        draw(path)
+    os.mkfifo(tmp_path / "in/pipe.png")  # would be waited for
+    (tmp_path / "in/link.png").symlink_to(outside)
+    named = ["a.png", str(inside)]
+    refused = ["link.png", "../secret.png", str(outside), "/dev/zero", "pipe.png", "no.png", None]
+    images = [{"path": path, "bytes": None} for path in [*named, *refused]]
+    image = pa.array(images, pa.struct({"path": pa.string(), "bytes": pa.binary()}))
+    table = pa.table({"image": image, "label": [0] * len(images)})
+    parquet.write_table(table, tmp_path / "in/train.parquet")
+    found = open_images(tmp_path / "in", "train", classes=["ant"])
+    assert [found[row]["img_path"] for row in range(2)] == [str(inside)] * 2
+    for row, path in enumerate(refused, 2):
+        with pytest.raises(InputError, match=f"row {row}: {path or ''!r} is no file in that fol"):
+            found[row]
+
+
 def test_files_of_different_data_sets_are_refused(source, capsys):
     write(source / "data/train-00000-of-00003.parquet", [0])
     open_images(source, "train")
@@ -164,12 +184,10 @@ def test_files_of_different_data_sets_are_refused(source, capsys):
 
 
 def test_nothing_there(tmp_path):
-    for source, split, said in (
-        (tmp_path / "none", "train", "no folder .*/none: give one, or hf://datasets/OWNER/NAME"),
-        (tmp_path, "val", "no split 'val', but no class folders and no parquet files"),
-    ):
-        with pytest.raises(InputError, match=said):
-            open_images(source, split)
+    with pytest.raises(InputError, match=r"no folder .*/none: give one, or hf://datasets/OWNER"):
+        open_images(tmp_path / "none", "train")
+    with pytest.raises(InputError, match="no split 'val', but no class folders and no parquet"):
+        open_images(tmp_path, "val")
 
 
 def draw(*paths):
@@ -210,8 +228,7 @@ def test_folders_without_splits(tmp_path):
 
 
 def test_a_stray_parquet_file_does_not_hide_folders(tmp_path):
-    (tmp_path / "train" / "cat").mkdir(parents=True)
-    Image.new("RGB", (4, 4)).save(tmp_path / "train" / "cat" / "a.png")
+    draw(tmp_path / "train/cat/a.png")
     (tmp_path / "labels.parquet").touch()
     assert find_splits(tmp_path) == {"train": tmp_path / "train"}
 

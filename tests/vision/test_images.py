@@ -219,13 +219,13 @@ def test_images_are_found_and_the_rest_is_counted(tmp_path, capsys):
     for name in ("a/b.PNG", "a/deep/c.jpg", "@eaDir/c.png", "a/.ipynb_checkpoints/d.png"):
         (photos / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (4, 4)).save(photos / name)
-    for name in ("1.txt", "2.txt", "nothing", ".hidden", "a/._b.png"):
+    for name in ("1.txt", "2.txt", "nothing", ".hidden", "a/._b.png", "x.HEIC"):
         (photos / name).touch()
     (photos / "linked").symlink_to(photos / "a/deep")
     (photos / "a/again").symlink_to(photos)  # it would contain itself
     expected = [str(photos / name) for name in ("a/b.PNG", "a/deep/c.jpg", "linked/c.jpg")]
     assert list_images([photos, photos / "1.txt"]) == [*expected, str(photos / "1.txt")]
-    said = "2 hidden or system folders, 2 .txt, 1 without a suffix"
+    said = "2 hidden or system folders, 2 .txt, 1 without a suffix, 1 .heic (save as JPEG)"
     assert capsys.readouterr().err == f"left out: {said} in {photos}\n"
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=rf"no image in {tmp_path}/empty, but nothing"):

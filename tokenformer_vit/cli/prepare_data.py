@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import locked_folder, make_folder
 from tokenformer_vit.vision import datasets
-from tokenformer_vit.vision.images import list_images, read_images
+from tokenformer_vit.vision.images import check_images
 
 from .arguments import KEY_VALUES, Parser, whole_number
 
@@ -36,10 +37,7 @@ def main(argv: list[str]) -> None:
     if unknown := args.splits.keys() - {"train", "val"}:
         parser.error(f"--splits names train and val, not {min(unknown)}")
     if args.check:
-        read = read_images(list_images([args.target]), {"input_size": (3, 1, 1)}, batch_size=32)
-        bad = [image for batch in read for _, image in batch if isinstance(image, InputError)]
-        print(*(f"unreadable: {error}" for error in bad), f"{len(bad)} are unreadable", sep="\n")
-        sys.exit(bool(bad))
+        sys.exit(check_images(args.target))
     found = datasets.digits() if args.digits else {}
     if args.source:
         splits, columns = datasets.find_splits(args.source), (args.image_column, args.label_column)
@@ -49,7 +47,8 @@ def main(argv: list[str]) -> None:
         if not found or len({images.classes for images in found.values()}) > 1:
             there = ", ".join(splits)
             raise InputError(f"name --splits train=... val=... of one data set: {there}")
-    for name, limit in (("train", args.limit), ("val", args.limit_val)):
-        if name in found:
-            found[name].keep(found[name].rows < limit)
-            datasets.unpack(found[name], args.target / name, name)
+    make_folder(args.target, "TARGET")
+    with locked_folder(args.target):
+        for name, images in found.items():
+            images.keep(images.rows < (args.limit if name == "train" else args.limit_val))
+            datasets.unpack(images, args.target / name, name)

@@ -1,14 +1,17 @@
 """Read and write checkpoints: weights, and the ``config.json`` that describes their model.
 
-Reading runs no code, and finds damage by the SHA-256 in ``config.json`` or a ``.pth``'s checksums.
+Reading runs no code, and finds damage by the checksums of a ``.pth``, or by the SHA-256 of exported
+weights in ``config.json``. That one only warns, because other tools copy ``config.json``.
 """
 
 import argparse
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
+from struct import error as StructError
 from tempfile import TemporaryDirectory
 from typing import Any
 from zipfile import BadZipFile, ZipFile
@@ -27,6 +30,7 @@ from tokenformer_vit.files import new_folder
 from tokenformer_vit.layers.arguments import EPS
 from tokenformer_vit.layers.pattention import join_state_dict
 from tokenformer_vit.mmpretrain_names import classifier_state_dict, timm_state_dict
+from tokenformer_vit.records import read_json
 
 from .sizes import check_not_fused
 
@@ -40,6 +44,9 @@ _HIDDEN = ("theta", "norm", "qk_norm", "num_heads", "norm_eps", "use_rot_pos_emb
 _HIDDEN += ("nested", "nested_kinds")
 # Tensor of an export with these arguments as JSON: timm's checkpoint_path reads tensors alone.
 COMPUTATION = "computation"
+# What the readers of PyTorch and safetensors raise on text, cut and otherwise damaged files.
+_DAMAGE = (SafetensorError, BadZipFile, UnpicklingError, StructError, EOFError, AssertionError)
+_DAMAGE += (AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 _LICENSE = "apache-2.0 # of the code; check what your data allow, and correct this line"
 
 
@@ -48,23 +55,25 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     path = Path(path).expanduser()
     if not path.is_file():
         raise InputError(f"there is no checkpoint file {path}")
+    with path.open("rb") as file:
+        zipped = file.read(2) == b"PK"
     try:
         if path.suffix == ".safetensors":
-            check_digest(path)
-            return {"state_dict": load_file(path, device=str(map_location or "cpu"))}
-        with path.open("rb") as file:
-            if file.read(2) == b"PK" and ZipFile(file).testzip():  # PyTorch does not check
+            content: Any = {"state_dict": load_file(path, device=str(map_location or "cpu"))}
+        else:
+            if zipped and ZipFile(path).testzip():  # PyTorch does not check
                 raise BadZipFile
-        # The command line of timm's and DeiT's trainings is a Namespace.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location=map_location, weights_only=True)
-        return content if isinstance(content, dict) else {type(content).__name__: content}
-    except (SafetensorError, BadZipFile, UnpicklingError, EOFError) as error:
+            # The command line of timm's and DeiT's trainings is a Namespace.
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                content = torch.load(path, map_location=map_location, weights_only=True)
+    except _DAMAGE as error:
         # Not PyTorch's message, which advises to run the code in the file.
         raise InputError(
             f"{path} is damaged, or holds more than tensors and plain values, and loading it could "
             "run code: copy it again, or save only the state dict"
         ) from error
+    check_digest(path)
+    return content if isinstance(content, dict) else {type(content).__name__: content}
 
 
 def find_weights(checkpoint: Path) -> Path:
@@ -91,17 +100,21 @@ def description_of(path: Path, content: Mapping[str, Any] | None = None) -> dict
     """Return what a file, with this content, or the ``config.json`` beside it says of its model."""
     config = path.with_name(CONFIG)
     if path.name == WEIGHTS and config.is_file():
-        return json.loads(config.read_text(encoding="utf-8"))
+        return read_json(config)
     if content is None and path.suffix != ".safetensors" and path.is_file():
         content = read_checkpoint(path, "meta")
     return (content or {}).get(DESCRIPTION) or {}
 
 
 def check_digest(path: Path) -> None:
-    """Compare exported weights with the SHA-256 in their ``config.json``, if it has one."""
+    """Warn if exported weights, which could be read, differ from the SHA-256 in ``config.json``."""
     expected = description_of(path, {}).get("sha256")
     if expected is not None and expected != hashlib.sha256(path.read_bytes()).hexdigest():
-        raise InputError(f"{path} is damaged ({CONFIG} has another SHA-256): copy both again")
+        logging.getLogger("tokenformer_vit").warning(
+            "%s is not the file that %s had a SHA-256 of: another tool wrote one of them, or it is "
+            "damaged",
+            *(path, path.with_name(CONFIG)),
+        )
 
 
 def computation_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,13 +283,14 @@ def mmpretrain_checkpoint(model: Any) -> dict[str, Any]:
 
 def _card(model: Any, description: dict, facts: Mapping[str, Any]) -> str:
     own = "import tokenformer_vit  # registers the model\n" * hasattr(model, "computation")
+    mode = "L" if description["pretrained_cfg"]["input_size"][0] == 1 else "RGB"
     usage = f"""```python
 import timm
 {own}from PIL import Image
 
 model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # or "hf-hub:USER/NAME"
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-output = model(transform(Image.open("image.png").convert("RGB"))[None])
+output = model(transform(Image.open("image.png").convert("{mode}"))[None])
 ```"""
     count = sum(each.numel() for each in model.parameters())
     about = {"Parameters": f"{count:,}", "Arguments": description["model_args"], **facts}

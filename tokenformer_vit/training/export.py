@@ -29,7 +29,9 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
     in_bgr = any(step["type"] == "LoadImageFromFile" for step in pipeline)  # mmcv's step
     if len(mean) == 3 and in_bgr != bool(preprocessor.get("to_rgb")):
         raise InputError("the model sees images in BGR (data_preprocessor.to_rgb), timm's are RGB")
-    unchanging = ("LoadImage", "LoadImageFromFile", "PackInputs")
+    unchanging = ["LoadImage", "LoadImageFromFile", "PackInputs"]
+    if len(mean) == 1:  # timm's images are then grey; of three equal channels they would not be
+        unchanging.append("v2/Grayscale")
     config = _geometry([step for step in pipeline if step["type"] not in unchanging])
     if "input_size" in config:
         config["input_size"] = (len(mean), *config["input_size"][-2:])

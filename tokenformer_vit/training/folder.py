@@ -1,10 +1,11 @@
 """A first config for a folder of images: its classes, image size, model and recipe."""
 
+import copy
 import json
-import os
 import pprint
 import random
 import statistics
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from timm.data import resolve_input_data_config
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import make_folder, write_whole
 from tokenformer_vit.models.checkpoints import describe_model, find_weights, load_model
-from tokenformer_vit.vision.datasets import class_images, find_splits
+from tokenformer_vit.vision.datasets import VALIDATION, class_images, find_splits
 from tokenformer_vit.vision.images import read_image
 
 from .config import choose_checkpoint, read_config
@@ -35,7 +36,8 @@ def configure_folder(
     """Write a config that trains on a folder of images, and return its path.
 
     The folder has ``train/<class>/*`` and ``val/<class>/*``, or ``<class>/*``: then a fifth of each
-    class is held out, the same images every time. Lists of images and classes are in ``work_dir``.
+    class is held out, the same images every time. With ``test/<class>/*`` beside both, that is what
+    the config tests on. Lists of images and classes are in ``work_dir``.
     """
     folder, work_dir = Path(folder).resolve(), Path(work_dir).resolve()
     path = work_dir / f"{folder.name}.py"
@@ -45,8 +47,8 @@ def configure_folder(
             raise InputError(f"{path} began otherwise: leave --model, --checkpoint, --freeze out")
         return path
     choose_checkpoint(Config({"work_dir": str(work_dir)}), None)  # refuses to replace a run
-    train, val = _find_images(folder, work_dir)
-    paths = [folder / file for files in train.values() for file in files]
+    found = _find_images(folder, work_dir)
+    train, paths = found["train"], [*chain(*found["train"].values())]
     sample = random.Random(0).sample(paths, min(100, len(paths)))
     side = int(statistics.median(min(read_image(each).size) for each in sample))
     recipe = "digits_demo" if side <= 16 else "cifar10_tiny" if side <= 48 else "imagenette_tiny"
@@ -55,12 +57,12 @@ def configure_folder(
     values = {"model": model, **_values(cfg, start, len(paths), images)}
     values["data_preprocessor"]["num_classes"] = len(train)
     make_folder(work_dir, "--work-dir")
-    for split, listed in (("train", train), ("val", val)):
+    for split, listed in found.items():
         files = {"ann_file": f"{work_dir / split}.txt", "classes": f"{work_dir / 'classes.txt'}"}
-        dataset = {"data_root": str(folder), "data_prefix": "", **files}
-        values[f"{split}_dataloader"]["dataset"] |= dataset
-        labels = enumerate(train)
-        lines = [f"{file} {label}" for label, name in labels for file in listed.get(name, ())]
+        loader = values.setdefault(f"{split}_dataloader", copy.deepcopy(values["val_dataloader"]))
+        loader["dataset"] |= {"data_root": str(folder), "data_prefix": "", **files}
+        pairs = ((file, label) for label, name in enumerate(train) for file in listed.get(name, ()))
+        lines = [f"{file[len(str(folder)) + 1 :]} {label}" for file, label in pairs]
         _write_lines(work_dir / f"{split}.txt", lines)
     _write_lines(work_dir / "classes.txt", list(train))
     # As literals, in which a checkpoint's arguments run no code; mmengine would replace {{...}}.
@@ -68,52 +70,52 @@ def configure_folder(
         f"{key} = {pprint.pformat(value, width=97 - len(key), compact=True, sort_dicts=False)}"
         for key, value in Config(values).to_dict().items()
     ]
-    base = f'_base_ = "tokenformer_vit::{recipe}.py"'
     code = [line.replace("{{", "{\\x7b") for line in code]
-    _write_lines(path, [title, base, *code, "test_dataloader = val_dataloader"])
+    code += ["test_dataloader = val_dataloader"] * ("test" not in found)
+    _write_lines(path, [title, f'_base_ = "tokenformer_vit::{recipe}.py"', *code])
     if say:
         name, size = model["backbone"]["model_name"], images["input_size"][-1]
         print(f"{path}: the recipe of {recipe} for {name} and {size} x {size} pixels")
+        if start.checkpoint is None:
+            way = "tokenformer_cifar10_stem, or a ViT that `tokenformer-vit convert` made"
+            print(f"Its weights are random. With few images, fine-tune: --checkpoint {way}")
+        if found["val"] is train:
+            print("No image can be held out: accuracy is that on the training images")
     return path
 
 
-def _find_images(folder: Path, work_dir: Path) -> tuple[dict[str, list], dict[str, list]]:
-    """List training and validation images by class, as paths within ``folder``."""
+def _find_images(folder: Path, work_dir: Path) -> dict[str, dict[str, list[str]]]:
+    """List the images of train, val and perhaps test by class."""
     splits = find_splits(folder)
-    root = splits.get("train", folder)
-    if not isinstance(root, Path):
+    roots = {name: splits[name] for name in ("train", "val", "test") if name in splits}
+    roots.setdefault("train", folder)
+    if not all(isinstance(root, Path) for root in roots.values()):
         raise InputError(f"{folder} holds no folders of images: `tokenformer-vit prepare-data` it")
-    validation = splits.get("val", root)
-    if work_dir.is_relative_to(root) or work_dir.is_relative_to(validation):
+    if roots.get("val") == roots.get("test"):  # a test set alone is for validation
+        roots.pop("test", None)
+    if any(work_dir.is_relative_to(root) for root in roots.values()):
         raise InputError(f"--work-dir {work_dir} is among the classes of {folder}: choose another")
-    train = _scan(root, folder)
+    found = {name: class_images(root) for name, root in roots.items()}
+    train, val, generator = found["train"], {}, random.Random(0)
     if len(train) < 2:
-        raise InputError(f"{root} has {len(train)} class folders: make cat/1.jpg, dog/1.jpg")
+        raise InputError(f"{folder} has {len(train)} class folders: make cat/1.jpg, dog/1.jpg")
     if empty := [name for name, files in train.items() if not files]:
-        raise InputError(f"{root} has folders without images: remove {', '.join(empty)}")
-    if validation != root:
-        val = _scan(validation, folder)
-        if unknown := val.keys() - train.keys():
-            raise InputError(f"{validation} has classes that {root} lacks: {', '.join(unknown)}")
-        return train, val
-    generator, val = random.Random(0), {}
+        raise InputError(f"{folder} has folders without images: remove {', '.join(empty)}")
+    for root, classes in zip(roots.values(), found.values(), strict=True):
+        if {name.lower() for name in classes} <= {"train", "training", *VALIDATION}:
+            raise InputError(f"{root} has {', '.join(classes)}: name them train and val")
+        if unknown := classes.keys() - train.keys():
+            raise InputError(f"{root} has classes that train lacks: {', '.join(unknown)}")
+        for path in (each[len(str(folder)) + 1 :] for each in chain(*classes.values())):
+            if path != path.lstrip() or len(path.splitlines()) > 1:  # mmpretrain strips lines
+                raise InputError(f"{folder}: rename {path!r}: no space first, no line breaks")
+    if "val" in found:
+        return found
     for name, files in train.items():
         held_out = max(1, round(len(files) / 5)) if len(files) > 1 else 0
         val[name] = sorted(generator.sample(files, held_out))
         train[name] = sorted(set(files) - set(val[name]))
-    return train, val
-
-
-def _scan(root: Path, folder: Path) -> dict[str, list[str]]:
-    """List the images of each class as paths within ``folder``."""
-    found = {
-        name: [path.removeprefix(f"{folder}{os.sep}") for path in paths]
-        for name, paths in class_images(root).items()
-    }
-    parts = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
-    if {name.lower() for name in found} <= parts:
-        raise InputError(f"{root} has the folders {', '.join(found)}: name them train and val")
-    return found
+    return {"train": train, "val": val if any(val.values()) else train}
 
 
 def _model(start: Start, recipe: Any, side: int, count: int, classes: int) -> tuple[Any, Any]:
@@ -158,15 +160,15 @@ def _values(cfg: Config, start: Start, count: int, images: dict[str, Any]) -> di
     given = [key for key in ("mean", "std") if key in images]  # of a checkpoint
     scales = {key: [255 * value for value in images.pop(key)] for key in given}
     test = {"type": "EvalTransform", **images, "crop_mode": "center"}
-    load, *augment = cfg.train_dataloader.dataset.pipeline
-    size = images["input_size"][-1]
+    grey = [{"type": "v2/Grayscale"}] * (images["input_size"][0] == 1)
+    load, *augment, pack = cfg.train_dataloader.dataset.pipeline
     if "size" in augment[0]:  # a crop
-        augment[0].size = size
+        augment[0].size = images["input_size"][-1]
     if augment[0].type == "v2/RandomResizedCrop":
         augment[0].interpolation = images["interpolation"]
     else:  # the recipe is for images of one size
         augment.insert(0, {**test, "crop_pct": 1.0})
-    batch = cfg.train_dataloader.batch_size
+    train, batch = [load, *augment, *grey, pack], cfg.train_dataloader.batch_size
     while batch > 8 and count < 20 * batch:
         batch //= 2
     steps = -(-count // batch)
@@ -174,8 +176,8 @@ def _values(cfg: Config, start: Start, count: int, images: dict[str, Any]) -> di
     momentum = float(f"{min(0.5, 16 / (steps * cfg.train_cfg.max_epochs)):.1g}")
     values: dict[str, Any] = {
         "data_preprocessor": scales,
-        "train_dataloader": {"batch_size": batch, "dataset": {"pipeline": [load, *augment]}},
-        "val_dataloader": {"dataset": {"pipeline": [load, test, {"type": "PackInputs"}]}},
+        "train_dataloader": {"batch_size": batch, "dataset": {"pipeline": train}},
+        "val_dataloader": {"dataset": {"pipeline": [load, test, *grey, {"type": "PackInputs"}]}},
         "default_hooks": {"logger": {"interval": min(steps, 100)}, "ema": {"momentum": momentum}},
         "auto_scale_lr": {"base_batch_size": batch},
     }

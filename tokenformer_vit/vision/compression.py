@@ -2,7 +2,6 @@
 
 import copy
 import random
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
@@ -28,9 +27,15 @@ ROUNDS = 20  # of the timing
 Samples = Sequence[Any]  # paths, or LabelledImages
 
 
-def flops_of(model: Any) -> int:
+def flops_of(model: Any, tokens: int | None = None) -> int:
     """Return the forward FLOPs of a vision model for an image, as :func:`model_costs` has them."""
-    return total(model_costs(model)).forward_flops
+    return total(model_costs(model, tokens)).forward_flops
+
+
+@torch.no_grad()
+def tokens_of(model: Any, images: Tensor) -> int:
+    """Return the number of tokens for an image of this size, which may not be the model's own."""
+    return model.forward_features(images[:1]).shape[1]
 
 
 def smaller_models(
@@ -44,7 +49,7 @@ def smaller_models(
 
     Args:
         model: TokenFormerViT, such as a converted ViT.
-        batches: Images (B, 3, H, W) without labels, some hundreds.
+        batches: Images (B, C, H, W) without labels, some hundreds.
         shares: Shares below 1 of the FLOPs of the whole model.
         of_pairs: Keep these shares of the pairs of each layer instead.
         like_vit: Cut only feed-forward layers, all equally, so that ``to_vit`` takes the results.
@@ -55,18 +60,19 @@ def smaller_models(
     if of_pairs:
         counts = {s: pairs | {name: max(1, round(s * pairs[name])) for name in cut} for s in shares}
     elif like_vit:
-        counts = {s: pairs | dict.fromkeys(cut, equal_count(model, s)) for s in shares}
+        tokens = tokens_of(model, batches[0])
+        counts = {s: pairs | dict.fromkeys(cut, equal_count(model, s, tokens)) for s in shares}
     else:
         counts = choose_counts(model, batches, shares)
     return {share: refit(copy.deepcopy(model), batches, each) for share, each in counts.items()}
 
 
-def equal_count(model: Any, flops: float) -> int:
+def equal_count(model: Any, flops: float, tokens: int | None = None) -> int:
     """Choose one number of pairs for all feed-forward layers, for a share of the model's FLOPs."""
     layers = [block.mlp for block in model.blocks]
-    tokens = model.patch_embed.num_patches + model.num_prefix_tokens
-    pair = 2 * tokens * sum(layer.in_features + layer.out_features for layer in layers)
-    count = int(layers[0].num_param_tokens - (1 - flops) * flops_of(model) / pair)
+    rows: int = tokens or model.patch_embed.num_patches + model.num_prefix_tokens
+    pair = 2 * rows * sum(layer.in_features + layer.out_features for layer in layers)
+    count = int(layers[0].num_param_tokens - (1 - flops) * flops_of(model, rows) / pair)
     if count < 1:
         raise InputError(f"no feed-forward pair is left at {flops:g} of the FLOPs: give more")
     return count
@@ -77,14 +83,15 @@ def choose_counts(
 ) -> dict[float, dict[str, int]]:
     """Choose how many pairs each layer keeps, for each share of the model's FLOPs.
 
-    Layers are cut where the outputs change least for a FLOP that is saved. The change is predicted
-    to first order: the cost of removal of a layer's pairs (:func:`~tokenformer_vit.growth.refit`),
-    times the mean squared gradient of the model's outputs. Query, key and value of a block keep
-    one number. Linear tokens save only where they are cheaper than the product of a fused layer.
+    Layers are cut where the outputs change least for a FLOP that is saved: each takes the number
+    that is best at one price of a FLOP. The change is predicted to first order: the cost of removal
+    of a layer's pairs (:func:`~tokenformer_vit.growth.refit`), times the mean squared gradient of
+    the model's outputs. Query, key and value of a block keep one number. Linear tokens save only
+    where they are cheaper than the product of a fused layer.
 
     Args:
         model: TokenFormerViT, such as a converted ViT.
-        batches: Images (B, 3, H, W) without labels.
+        batches: Images (B, C, H, W) without labels.
         shares: Of the FLOPs of the whole model, attention products and stem counted.
 
     Returns:
@@ -95,28 +102,35 @@ def choose_counts(
     for name, layer in layers.items():
         block = f"{name.rpartition('.')[0]} {layer.num_param_tokens}"
         groups.setdefault(block if layer.kind == "qkv" else name, []).append(name)
-    tokens = model.patch_embed.num_patches + model.num_prefix_tokens
-    steps = []
+    tokens, options = tokens_of(model, batches[0]), []
     for names in groups.values():
         lost: Any = sum(slopes[name] * costs[name] for name in names)
         errors = [*lost.flip(0).cumsum(0).flip(0).tolist(), 0.0]  # [p]: if p are kept
         numbers = {max(1, round(len(lost) * each / GRID)) for each in range(1, GRID + 1)}
-        points = []
-        for number in sorted(numbers):
+        points = []  # of equal ones, the highest number first
+        for number in sorted(numbers, reverse=True):
             products = sum(_products(layers[name], number) for name in names)
             points.append((2 * tokens * products, errors[number], number))
-        steps += [(*step, names) for step in _hull(points)]
-    chosen = {name: len(costs[name]) for name in layers}
-    whole, found = flops_of(model), {}
-    spent, cheapest_first = whole, deque(sorted(steps, key=lambda step: step[0]))
-    for share in sorted(shares, reverse=True):
-        while spent > share * whole:
-            if not cheapest_first:
-                raise InputError(f"{spent / whole:.3f} of the FLOPs are the least, not {share:g}")
-            _, saved, number, names = cheapest_first.popleft()
-            spent -= saved
-            chosen |= dict.fromkeys(names, number)
-        found[share] = dict(chosen)
+        options.append((names, points))
+    whole = flops_of(model, tokens)
+    fixed = whole - sum(points[0][0] for _, points in options)
+
+    def best_at(price: float) -> tuple[float, dict[str, int]]:
+        best = [
+            (names, min(points, key=lambda p: p[1] + price * p[0])) for names, points in options
+        ]
+        numbers = {name: number for names, (_, _, number) in best for name in names}
+        return (fixed + sum(point[0] for _, point in best)) / whole, numbers
+
+    found = {}
+    for share in shares:
+        low, high = -60.0, 30.0  # powers of ten
+        if (least := best_at(10**high)[0]) > share:
+            raise InputError(f"{least:.3f} of the FLOPs are the least, not {share:g}")
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (low, middle) if best_at(10**middle)[0] <= share else (middle, high)
+        found[share] = best_at(10**high)[1]
     return found
 
 
@@ -125,17 +139,6 @@ def _products(layer: Any, number: int) -> int:
     products = number * (layer.in_features + layer.out_features)
     fused = layer.in_features * layer.out_features
     return min(products, fused) if layer.theta == "linear" else products
-
-
-def _hull(points: list[tuple[int, float, int]]) -> Iterator[tuple[float, int, int]]:
-    """Yield error per FLOP, FLOPs saved and number of each step along the lower convex hull."""
-    cost, error, _ = at = points[-1]
-    cheaper = [each for each in points if each[0] < cost]
-    while cheaper:
-        at = min(cheaper, key=lambda each: (each[1] - error) / (cost - each[0]))
-        yield (at[1] - error) / (cost - at[0]), cost - at[0], at[2]
-        cost, error, _ = at
-        cheaper = [each for each in points if each[0] < cost]
 
 
 @torch.enable_grad()
@@ -149,22 +152,16 @@ def output_slopes(model: Any, batches: Iterable[Tensor]) -> dict[str, float]:
     parts: dict[str, nn.Module] = {**pattention_layers(model)}
     for index, block in enumerate(model.blocks):
         parts |= {f"blocks.{index}.attn.proj": block.ls1, f"blocks.{index}.mlp": block.ls2}
-    squares: dict[str, list[Tensor]] = {name: [] for name in parts}
-
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            output.register_hook(lambda slope: squares[name].append(slope.double().square().mean()))
-
-        return hook
-
+    outputs: dict[str, Tensor] = {}
     for name, part in parts.items():
-        part.register_forward_hook(watch(name))
-    generator = torch.Generator().manual_seed(0)
+        part.register_forward_hook(lambda *call, name=name: outputs.update({name: call[-1]}))
+    squares, generator = [], torch.Generator().manual_seed(0)
     for images in (part for batch in batches for part in batch.split(32)):
-        outputs = model(images)
-        signs = 2 * torch.randint(2, outputs.shape, generator=generator) - 1
-        torch.autograd.backward((outputs * signs.to(outputs)).sum())
-    return {name: torch.stack(each).mean().item() for name, each in squares.items()}
+        results = model(images)
+        signs = 2 * torch.randint(2, results.shape, generator=generator) - 1
+        slopes = torch.autograd.grad((results * signs.to(results)).sum(), [*outputs.values()])
+        squares.append(torch.stack([slope.double().square().mean() for slope in slopes]))
+    return dict(zip(outputs, torch.stack(squares).mean(dim=0).tolist(), strict=True))
 
 
 def is_nested(model: Any) -> bool:
@@ -184,18 +181,14 @@ def divide_images(source: str, most: int) -> tuple[Samples, Samples]:
     order = random.Random(0).sample(range(len(found)), len(found))
     count = min(most, len(found) if others else len(found) // 2)
     if count < 1:
-        raise InputError(
-            f"{source} has {len(found)} images: give some to fit to, others to measure"
-        )
-    return _chosen(found, order[:count]), others or _chosen(found, order[count:])
-
-
-def _chosen(images: Any, index: list[int]) -> Samples:
-    if not isinstance(images, LabelledImages):
-        return [images[i] for i in index]
-    images = copy.copy(images)
-    images.keep(index)
-    return images
+        raise InputError(f"{source} has {len(found)} images: give some to fit to, some to measure")
+    if not splits:
+        return [found[i] for i in order[:count]], [found[i] for i in order[count:]]
+    if others is None:
+        others = copy.copy(found)
+        others.keep(order[count:])
+    found.keep(order[:count])
+    return found, others
 
 
 def find_labels(model: Any, images: Samples) -> Tensor:
@@ -210,7 +203,7 @@ def find_labels(model: Any, images: Samples) -> Tensor:
 def tensor_batches(
     model: nn.Module, samples: Samples, batch_size: int, device: torch.device
 ) -> Iterator[Tensor]:
-    """Read images with the model's evaluation transform, all or none; yield (B, 3, H, W)."""
+    """Read images with the model's evaluation transform, all or none; yield (B, C, H, W)."""
     for batch in read_images(samples, resolve_input_data_config(model), batch_size):
         for _, image in batch:
             if isinstance(image, InputError):
@@ -228,33 +221,31 @@ def measure(
     models without a classifier, the mean cosine of the features of both, in %. ``milliseconds`` are
     those of an image of the first batch, in turns; median of ``ROUNDS``.
     """
+    whole, same, right = next(iter(models.values())), [], []
     first: Any = None
-    images, found = 0, torch.zeros(2, len(models), dtype=torch.float64)
     for batch in batches:
         first = batch if first is None else first
-        outputs = [model(batch).float() for model in models.values()]
-        for name, output in zip(models, outputs, strict=True):
-            if not output.isfinite().all():
-                raise InputError(f"the output is not finite ({name}): use an earlier checkpoint")
-        if next(iter(models.values())).num_classes:
-            outputs = [output.argmax(dim=-1) for output in outputs]
-            same = [output == outputs[0] for output in outputs]
+        outputs = torch.stack([model(batch).float().flatten(1) for model in models.values()])
+        if not outputs.isfinite().all():
+            raise InputError("an output is not finite: use an earlier checkpoint")
+        if whole.num_classes:
+            outputs = outputs.argmax(dim=-1)  # (models, B)
+            same.append((outputs == outputs[0]).cpu())
+            right.append(outputs.cpu())
         else:
-            same = [
-                F.cosine_similarity(output.flatten(1), outputs[0].flatten(1)) for output in outputs
-            ]
-        found[0] += torch.stack([each.double().sum() for each in same]).cpu()
-        if labels is not None:
-            of_batch = labels[images : images + len(batch)].to(batch.device)
-            found[1] += torch.stack([(each == of_batch).sum() for each in outputs]).cpu()
-        images += len(batch)
-    calls = {name: partial(model, first) for name, model in models.items()}
-    seconds = measure_rounds(calls, ROUNDS, first.device)
-    points = []
-    for (name, model), (same, right) in zip(models.items(), found.t().tolist(), strict=True):
-        cost = total(model_costs(model))
+            same.append(F.cosine_similarity(outputs, outputs[:1], dim=-1).cpu())
+    agreement = 100 * torch.cat(same, dim=1).double().mean(dim=1)
+    top1 = (
+        None if labels is None else 100 * (torch.cat(right, dim=1) == labels).double().mean(dim=1)
+    )
+    seconds = measure_rounds(
+        {n: partial(m, first) for n, m in models.items()}, ROUNDS, first.device
+    )
+    points, tokens = [], tokens_of(whole, first)
+    for index, (name, model) in enumerate(models.items()):
+        cost = total(model_costs(model, tokens))
         point = {"name": name, "parameters": cost.parameters, "flops_per_image": cost.forward_flops}
         point["milliseconds"] = short(1000 * median(seconds[name]) / len(first))
-        point["agreement"] = 100 * same / images
-        points.append(point if labels is None else {**point, "top1": 100 * right / images})
+        point["agreement"] = agreement[index].item()
+        points.append(point if top1 is None else {**point, "top1": top1[index].item()})
     return points

@@ -19,11 +19,13 @@ from timm.utils.misc import natural_key
 from tqdm import tqdm
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import write_whole
 
 from .images import images_in, is_hidden, opened
 
-# Names of validation sets, as folders or splits; the first that is there is used.
-VALIDATION = ("val", "valid", "validation", "dev", "test")
+# Names of test and validation sets, as folders or splits; the first that is there is used.
+TEST = ("test", "testing")
+VALIDATION = ("val", "valid", "validation", "dev", *TEST)
 # hf://datasets/OWNER/NAME, then perhaps @REVISION, then perhaps /FOLDER, as huggingface_hub has it.
 HUB = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(refs/\w+/\w+|[^/]+))?(?:/(.+?))?/?")
 _SUFFIXES: Any = {"JPEG": ".jpg", "MPO": ".jpg", "JPEG2000": ".jp2"}  # else the name of the format
@@ -34,11 +36,15 @@ class LabelledImages:
 
     ``files`` are paths, or rows of the library ``datasets`` with a column ``image``; one is read
     when it is used. Processes of a data loader share ``rows``, the place of each image among them,
-    and ``labels``. ``name`` is what a message calls the rows.
+    and ``labels``. ``source`` and ``split`` are for messages; a row may have the path of a file in
+    the folder ``source`` instead of bytes.
     """
 
-    def __init__(self, files: Any, labels: np.ndarray, classes: Sequence[str], name: str) -> None:
-        self._files, self._name, self.classes = files, name, tuple(classes)
+    def __init__(
+        self, files: Any, labels: np.ndarray, classes: Sequence[str], source: Any, split: str
+    ) -> None:
+        self._files, self._source, self._split = files, source, split
+        self.classes = tuple(classes)
         self.rows = torch.from_numpy(labels.argsort(kind="stable"))  # (N,)
         self.labels = torch.from_numpy(labels)[self.rows]  # (N,)
 
@@ -53,11 +59,16 @@ class LabelledImages:
     def __getitem__(self, index: Any) -> dict[str, Any]:
         """Return ``img_path``, ``img_bytes`` (None if the path is that of a file), ``gt_label``."""
         row, label = int(self.rows[index]), int(self.labels[index])
-        file = self._files[row]
-        file = {"path": file, "bytes": None} if isinstance(file, str) else file["image"]
-        path = file["path"] if file["bytes"] is None else None
-        place = path or f"{self._name}, row {row}"
-        return {"img_path": place, "img_bytes": file["bytes"], "gt_label": label}
+        file, path = self._files[row], f"{self._source}, {self._split}, row {row}"
+        if isinstance(file, str):  # in a class folder
+            return {"img_path": file, "img_bytes": None, "gt_label": label}
+        if (data := file["image"]["bytes"]) is None:  # the row names a file, which may be any
+            folder, name = Path(self._source).expanduser().resolve(), file["image"]["path"] or ""
+            place = folder.joinpath(name).resolve()
+            if not (place.is_relative_to(folder) and place.is_file()):
+                raise InputError(f"{path}: {name!r} is no file in that folder: store its bytes")
+            path = str(place)
+        return {"img_path": path, "img_bytes": data, "gt_label": label}
 
 
 def open_images(
@@ -82,7 +93,7 @@ def open_images(
     if isinstance(files, Path):
         found = class_images(files)
         labels = np.repeat(np.arange(len(found)), [len(images) for images in found.values()])
-        return LabelledImages(list(chain(*found.values())), labels, list(found), where)
+        return LabelledImages(list(chain(*found.values())), labels, list(found), source, split)
     import datasets
 
     rows = _read_rows(files)
@@ -104,11 +115,14 @@ def open_images(
         raise InputError(f"{where}, {what}: use a split with labels, or give all class names")
     rows = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
     rows = rows if image == "image" else rows.rename_column(image, "image")
-    return LabelledImages(rows, labels, names or [str(value) for value in known], where)
+    return LabelledImages(rows, labels, names or [str(value) for value in known], source, split)
 
 
 def find_splits(source: str | Path, split: str = "") -> dict[str, Any]:
-    """Return the splits of a source: folders of classes, parquet files, or saved data sets."""
+    """Return the splits of a source: folders of classes, parquet files, or saved data sets.
+
+    ``val`` and ``test`` are also there by their other names.
+    """
     hub, folder = HUB.fullmatch(str(source)), Path(source).expanduser()
     if hub:
         from huggingface_hub import snapshot_download
@@ -134,8 +148,10 @@ def find_splits(source: str | Path, split: str = "") -> dict[str, Any]:
         splits = {each.name: each for each in folders if each.name in ("train", *VALIDATION)}
         if "train" not in splits and len(splits) < len(folders):
             return {"train": folder}
-    val = next((splits[name] for name in VALIDATION if name in splits), None)
-    return splits if val is None else {**splits, "val": val}
+    for name, names in (("val", VALIDATION), ("test", TEST)):
+        if there := [splits[each] for each in names if each in splits]:
+            splits[name] = there[0]
+    return splits
 
 
 def _read_rows(files: Any) -> Any:
@@ -231,13 +247,11 @@ def unpack(images: LabelledImages, folder: Path, split: str) -> None:
     for index, stem in enumerate(tqdm(stems, split, unit="image")):
         if stem not in there:
             sample = images[index]
-            data = sample["img_bytes"]
-            data = Path(sample["img_path"]).read_bytes() if data is None else data
-            with opened(sample["img_path"], data) as image:
+            path, data = sample["img_path"], sample["img_bytes"]
+            with opened(path, data) as image:  # which refuses what is no regular file
                 suffix = _SUFFIXES.get(image.format, f".{image.format}".lower())
-            partial = folder / ".partial"  # only complete files have a name
-            partial.write_bytes(data)
-            partial.replace(folder / f"{stem}{suffix}")
+            data = Path(path).read_bytes() if data is None else data
+            write_whole(folder / f"{stem}{suffix}", data, sync=False)
     print(f"{folder}: {len(stems)} images of {len(images.labels.unique())} of {len(names)} classes")
 
 
@@ -254,6 +268,6 @@ def digits() -> dict[str, LabelledImages]:
     how: Any = {"test_size": 0.2, "stratify": data.target, "random_state": 0}
     rows = zip(("train", "val"), train_test_split(np.arange(len(files)), **how), strict=True)
     for name, chosen in rows:
-        found[name] = LabelledImages(files, data.target, "0123456789", "digits")
+        found[name] = LabelledImages(files, data.target, "0123456789", "digits", name)
         found[name].keep(torch.from_numpy(np.isin(found[name].rows, chosen)))
     return found

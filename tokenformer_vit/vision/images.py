@@ -45,11 +45,12 @@ def opened(path: str | Path, content: bytes | None = None) -> Iterator[Image.Ima
         raise InputError(f"{path}: {one_line(error)}") from error
 
 
-def read_image(path: str | Path, content: bytes | None = None) -> Image.Image:
+def read_image(path: str | Path, content: bytes | None = None, mode: str = "RGB") -> Image.Image:
     """Decode an image, of which ``content`` may be in memory, in RGB and upright by its EXIF data.
 
-    An animation gives its first image. Transparency is dropped and the colours under it are kept,
-    as timm does. Values of 16 or 12 bits keep their upper 8 bits.
+    An animation, or a TIFF of several pages, gives its first image. Transparency is dropped and the
+    colours under it are kept, as timm does. Values of 16 or 12 bits keep their upper 8 bits. With
+    ``mode`` "L", the image is grey.
     """
     with opened(path, content) as image:
         if max(image.size) > 200 * min(image.size):  # resized, it could fill the memory
@@ -62,7 +63,8 @@ def read_image(path: str | Path, content: bytes | None = None) -> Image.Image:
         if image.mode in ("I", "F"):
             raise InputError(f"values of mode {image.mode} have an unknown range: save 8 bits")
         image.info.pop("transparency", None)  # of a palette; the conversion would warn about it
-        return image.convert("RGB")
+        image = image.convert("RGB")
+        return image if mode == "RGB" else image.convert(mode)
 
 
 def read_pixels(path: str | Path, content: bytes | None = None) -> np.ndarray:
@@ -100,7 +102,8 @@ def images_in(folder: str | Path) -> list[str]:
             if name.lower().endswith(IMAGE_SUFFIXES):
                 images.append(os.path.join(root, name))
             else:
-                left_out[os.path.splitext(name)[1].lower() or "without a suffix"] += 1
+                suffix = os.path.splitext(name)[1].lower() or "without a suffix"
+                left_out[suffix + " (save as JPEG)" * (suffix in (".heic", ".heif"))] += 1
     counts = ", ".join(f"{count} {kind}" for kind, count in left_out.most_common(8) if count)
     if not images:
         raise InputError(f"there is no image in {folder}, but {counts or 'nothing'}")
@@ -117,13 +120,13 @@ def list_images(paths: Sequence[str | Path]) -> list[str]:
     return [image for images in found for image in images]
 
 
-def _read_batch(transform: Any, samples: Sequence[Any]) -> tuple[list, Any]:
+def _read_batch(transform: Any, mode: str, samples: Sequence[Any]) -> tuple[list, Any]:
     """Read images in a process of a data loader; as one tensor they are one open file, not many."""
     found, images = [], []
     for sample in samples:
         file = sample if isinstance(sample, dict) else {"img_path": sample}
         try:
-            images.append(transform(read_image(file["img_path"], file.get("img_bytes"))))
+            images.append(transform(read_image(file["img_path"], file.get("img_bytes"), mode)))
             found.append((Path(file["img_path"]), None))
         except InputError as error:
             found.append((Path(file["img_path"]), error))
@@ -135,14 +138,33 @@ def read_images(
 ) -> Iterator[list[tuple[Path, Tensor | InputError]]]:
     """Yield batches of images, each with its path, or with the error of reading it.
 
-    Other processes read the next batches meanwhile. ``samples`` are paths or ``LabelledImages``.
+    Other processes read the next batches meanwhile. ``samples`` are paths or ``LabelledImages``,
+    ``config`` is timm's data config, whose first input size is the number of channels.
     """
-    transform = create_transform(**config, is_training=False)
+    channels, transform = config["input_size"][0], create_transform(**config, is_training=False)
+    if channels not in (1, 3):
+        raise InputError(f"the model takes {channels} channels, but images are read as grey or RGB")
     workers = min(8, os.cpu_count() or 1) if len(samples) > batch_size else 0
-    read: Any = partial(_read_batch, transform)
+    read: Any = partial(_read_batch, transform, "L" if channels == 1 else "RGB")
     loader = DataLoader(samples, batch_size, num_workers=workers, collate_fn=read)  # type: ignore
     with tqdm(total=len(samples), unit="image", leave=False, disable=not workers or None) as bar:
         for found, images in loader:
             readable = iter(images)
             yield [(path, error or next(readable)) for path, error in found]
             bar.update(len(found))
+
+
+def check_images(folder: Path) -> bool:
+    """Print which images of a folder cannot be read or have several pages; return if any cannot."""
+    images, bad = list_images([folder]), 0
+    for batch in read_images(images, {"input_size": (3, 1, 1)}, batch_size=32):
+        for path, image in batch:
+            bad += isinstance(image, InputError)
+            if isinstance(image, InputError):
+                print(f"unreadable: {image}")
+            elif path.suffix.lower() in (".tif", ".tiff"):
+                with opened(path) as tiff:
+                    if getattr(tiff, "n_frames", 1) > 1:
+                        print(f"of several pages, the first is used: {path}")
+    print(f"{bad} are unreadable")
+    return bad > 0
