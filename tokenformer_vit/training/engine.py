@@ -9,7 +9,7 @@ mmpretrain.
 import warnings
 
 from mmcv.transforms import BaseTransform
-from mmengine.config import Config, ConfigDict, DictAction
+from mmengine.config import Config, ConfigDict
 from mmengine.dataset import Compose, DefaultSampler, default_collate, force_full_init
 from mmengine.device import get_device
 from mmengine.dist import (
@@ -62,6 +62,7 @@ from mmengine.registry import (
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS as CONSTRUCTORS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner, set_random_seed
 from mmengine.runner.base_loop import BaseLoop
+from mmpretrain import registry
 from mmpretrain.datasets import BaseDataset, CustomDataset, PackInputs
 from mmpretrain.datasets import transforms as stock
 from mmpretrain.engine import LearningRateDecayOptimWrapperConstructor
@@ -83,3 +84,6 @@ with warnings.catch_warnings():
     # mmcv-lite has no compiled operators, and needs none here.
     warnings.filterwarnings("ignore", message="Fail to import ``MultiScaleDeformable")
     register_all_modules(init_default_scope=False)
+
+# Each of mmpretrain's registries also finds what is in mmengine's of the same kind.
+REGISTRIES = [getattr(registry, name) for name in registry.__all__]

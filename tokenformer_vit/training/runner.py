@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from tokenformer_vit.files import whole_file
+from tokenformer_vit.models.compilation import blocks_of, compile_blocks
 
 from .checkpoint import load_plain_checkpoint
-from .config import listed
+from .config import listed, name_of
 from .data.sampler import seeded_loader
 from .distributed import unwrap
 from .engine import (
@@ -108,7 +109,7 @@ class TrainingRunner(Runner):
         seed = (kwargs.get("randomness") or {}).get("seed") or 0
         kind = (kwargs.get("optim_wrapper") or {}).get("type")
         fused = timm.layers.use_fused_attn()
-        if kind == AutocastOptimWrapper.__name__ and not torch.cuda.is_available():
+        if name_of(kind) == AutocastOptimWrapper.__name__ and not torch.cuda.is_available():
             # The backward pass of fused attention is slow on a CPU in bfloat16.
             timm.layers.set_fused_attn(False)
         try:
@@ -116,6 +117,23 @@ class TrainingRunner(Runner):
             super().__init__(*args, train_dataloader=loader, **kwargs)
         finally:
             timm.layers.set_fused_attn(bool(fused))
+
+    def build_model(self, model: Any) -> nn.Module:
+        """Build the model, and compile its blocks if the config has ``compile=True``."""
+        built = super().build_model(model)
+        if self.cfg.get("compile"):
+            compiled: Any = getattr(built, "backbone", built)
+            parts = (part for part in compiled.modules() if isinstance(blocks_of(part), nn.Module))
+            compile_blocks(next(parts, compiled))
+        return built
+
+    def build_param_scheduler(self, scheduler: Any) -> Any:
+        """Build the schedules; each has an iteration at least, however short the run is."""
+        batches = len(self.train_dataloader)
+        for part in listed(scheduler):
+            if isinstance(part, dict) and part.get("convert_to_iter_based") and "end" in part:
+                part["end"] = max(part["end"], part.get("begin", 0) + 1.5 / batches)
+        return super().build_param_scheduler(scheduler)
 
     def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
         """Build the logger, and keep the start of a run off the terminal."""
