@@ -36,7 +36,7 @@ def test_a_misspelt_option_is_refused(config, key, message):
 def test_options_reach_into_lists_and_every_loader(config):
     options = {"param_scheduler.1.eta_min": 0.5}
     cfg = load_config(config, options, data_root="d", compile=True)
-    assert cfg.model.backbone.compile
+    assert cfg.compile
     assert cfg.param_scheduler[1].eta_min == 0.5
     for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
         assert {each.data_root for each in datasets(cfg[name].dataset)} == {"d"}

@@ -125,7 +125,7 @@ class ExactCheckpointHook(CheckpointHook):
         """Bring place and schedules to where the run is, and tell what changed."""
         loop, sampler = runner.train_loop, runner.train_dataloader.sampler
         before, now = resumed["iters_per_epoch"], len(runner.train_dataloader)
-        changes = changed(resumed["config"], _flat_config(runner))
+        changes = changed(resumed["config"], flat_config(runner.cfg))
         if not by_iteration(runner):
             if before != now:
                 changes["iterations an epoch"] = (before, now)
@@ -282,7 +282,7 @@ class ExactCheckpointHook(CheckpointHook):
             "data_seed": getattr(loader.dataset, "seed", None),
             "samples": len(loader.dataset),
             "iters_per_epoch": len(loader),
-            "config": _flat_config(runner),
+            "config": flat_config(runner.cfg),
             "early_stopping": [
                 (hook.wait_count, float(hook.best_score)) for hook in _early_stopping_hooks(runner)
             ],
@@ -300,8 +300,9 @@ def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[A
     return {name: (one, other) for name, (one, other) in pairs.items() if one != other}
 
 
-def _flat_config(runner) -> dict[str, Any]:
-    return dict(_flat("", plain_values(runner.cfg.to_dict())))
+def flat_config(cfg: Any) -> dict[str, Any]:
+    """Return the values of a config by their dotted keys."""
+    return dict(_flat("", plain_values(cfg.to_dict())))
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -104,12 +104,11 @@ def load_recipe(
 
     Args:
         path: Python config of either style of mmengine, or the name of a shipped one.
-        options: Values by dotted key, as from ``--cfg-options``. A key must be in the config, or be
-            an argument of the ``type`` there.
+        options: Values by dotted key, of the config or arguments of the ``type`` there.
         data_root: Root of the data, for all three loaders.
         work_dir: Folder of the run; default: the config's, or ``work_dirs/<name of the config>``.
-        compile: Compile the blocks, whatever the config says.
-        epochs: Length of the run; schedules and the average of the weights are scaled with it.
+        compile: Compile the blocks, whatever the model is.
+        epochs: Length of the run, with which its schedules are scaled.
 
     Raises:
         InputError: If the file is missing, or an option names an unknown key.
@@ -118,7 +117,7 @@ def load_recipe(
     complete(cfg)
     cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(cfg.filename or '').stem}"
     if compile:
-        cfg.compile = True  # the runner compiles, whatever the model is
+        cfg.compile = True  # for the runner
     if epochs is not None:
         if "max_epochs" not in cfg.train_cfg:
             raise InputError(f"{path} counts iterations: give train_cfg.max_iters, not --epochs")
@@ -129,9 +128,9 @@ def load_recipe(
         _check_option(cfg, key)
     cfg.merge_from_dict(copy.deepcopy(dict(options or {})))
     _fit_schedule(cfg, length)
-    for _, loader in loaders(cfg):
-        for dataset in datasets(loader.dataset):
-            if data_root is not None:
+    if data_root is not None:
+        for _, loader in loaders(cfg):
+            for dataset in datasets(loader.dataset):
                 dataset.data_root = data_root
     return cfg
 
@@ -216,6 +215,11 @@ def datasets(dataset: Any) -> Iterator[Any]:
         yield dataset
     for each in listed(inner):
         yield from datasets(each)
+
+
+def place_of(dataset: Any) -> tuple[str, str]:
+    """Return root and prefix of the images of a data set."""
+    return dataset.get("data_root") or "", dataset.get("split") or dataset.get("data_prefix") or ""
 
 
 def listed(value: Any) -> list[Any]:
@@ -307,34 +311,28 @@ def _scale_schedule(cfg: Config, length: int, before: int) -> None:
         average.momentum = min(0.5, average.momentum * before / length)
 
 
-def _outside(cfg: Config) -> list[tuple[int, Any, int, int]]:
-    """Return number, config, begin and end of the schedules that do not fit into the run."""
+def _outside(cfg: Config) -> list[tuple[int, Any]]:
+    """Return the schedules, with their numbers, that do not begin and end within the run."""
     length, by_epoch = run_length(cfg), "max_epochs" in (cfg.get("train_cfg") or {})
-    parts = enumerate(listed(cfg.get("param_scheduler")))
-    times = [(index, part, part.get("begin", 0), part.get("end", length)) for index, part in parts]
-    return [
-        (index, part, begin, end)
-        for index, part, begin, end in times
-        if part.get("by_epoch", True) == by_epoch and not begin < end <= length
-    ]
+    parts = [each for each in enumerate(listed(cfg.get("param_scheduler")))]
+    own = [(n, part) for n, part in parts if part.get("by_epoch", True) == by_epoch]
+    return [(n, p) for n, p in own if not p.get("begin", 0) < p.get("end", length) <= length]
 
 
 def _fit_schedule(cfg: Config, before: int) -> None:
-    """Scale schedules that are for a run of another length, ``before``, and do not fit into it."""
+    """Scale schedules that were for a run of length ``before`` and do not fit into this one."""
     length = run_length(cfg)
-    if not _outside(cfg):
-        return
-    if before == length and cfg.filename:
+    if _outside(cfg) and before == length and cfg.filename:
         for base in _Config._get_base_files(cfg.filename):
             inherited, _ = _Config._get_cfg_path(base, cfg.filename)
             before = run_length(read_config(inherited)) or before
-    if before != length:
+    if _outside(cfg) and before != length:
         _scale_schedule(cfg, length, before)
         _log.warning(f"param_scheduler is scaled: it was for a run of {before}, not {length}")
-    for index, part, begin, end in _outside(cfg):
-        if begin < length < end:
+    for index, part in _outside(cfg):
+        if part.get("begin", 0) < length < part.get("end", 0):
+            _log.warning(f"param_scheduler.{index} ends with the run, at {length}, not {part.end}")
             part.end = length
-            _log.warning(f"param_scheduler.{index} ends at {length}, with the run, not at {end}")
 
 
 def check_config(cfg: Config) -> None:
@@ -376,9 +374,9 @@ def check_schedule(cfg: Config) -> None:
         converted = part.get("convert_to_iter_based") or not part.get("by_epoch", True)
         if limit == "max_iters" and not converted:
             raise InputError(f"param_scheduler.{index} counts epochs: set by_epoch=False")
-    for index, _, begin, end in _outside(cfg):
+    for index, part in _outside(cfg):
         raise InputError(
-            f"param_scheduler.{index} is from {begin} to {end}, but train_cfg.{limit} is "
+            f"param_scheduler.{index} begins at {part.get('begin', 0)}, but train_cfg.{limit} is "
             f"{run_length(cfg)}: also set its begin and end, or param_scheduler=[]"
         )
 
@@ -389,37 +387,24 @@ def check_folders(cfg: Config, names: Sequence[str]) -> None:
     Files that are no images are counted on stderr.
     """
     found = [each for name in names if cfg.get(name) for each in datasets(cfg[name].dataset)]
-    for each in found:
-        part = each.get("split") or each.get("data_prefix") or ""
-        root = each.get("data_root") or ""
-        folder, labels = Path(root, part), each.get("with_label", True)
-        listed_there = each.get("ann_file") or Path(root, "meta", f"{part}.txt").is_file()
-        if name_of(each.type) not in FOLDERS or listed_there:
-            continue  # not a folder, or ImageNet's list of images
+    parts = [each for each in found if name_of(each.type) in FOLDERS and not each.get("ann_file")]
+    for root, part, labels in {(*place_of(each), each.get("with_label", True)) for each in parts}:
+        folder = Path(root, part)
+        if Path(root, "meta", f"{part}.txt").is_file():
+            continue  # ImageNet's list of images
         if not folder.is_dir():
             raise InputError(
                 f"there is no folder {folder}: give `--data-root` a folder that holds train/ and "
                 "val/ with a folder for each class (`tokenformer-vit prepare-data` makes one)"
             )
-        if link := _broken_link(folder):
-            raise InputError(f"{link} is a broken link: replace or delete it")
-        _ = class_images(folder) if labels else images_in(folder)
+        images = chain(*class_images(folder).values()) if labels else images_in(folder)
+        for place in {os.path.dirname(image) for image in images}:
+            for link in os.scandir(place):  # which tells links without a look at each file
+                if link.is_symlink() and not os.path.exists(link.path):
+                    raise InputError(f"{link.path} is a broken link: replace or delete it")
         hidden = [each.name for each in folder.iterdir() if each.is_dir() and is_hidden(each.name)]
         if labels and hidden:
             raise InputError(f"mmpretrain takes folders of {folder} for classes: move {hidden}")
-
-
-def _broken_link(folder: str | Path) -> str | None:
-    """Find an image that is a broken link; only links are looked at, not each file."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                if link := _broken_link(entry.path):
-                    return link
-            elif entry.is_symlink() and entry.name.lower().endswith(IMAGE_SUFFIXES):
-                if not os.path.exists(entry.path):
-                    return entry.path
-    return None
 
 
 def write_config(recipe: Config, replace: bool = False) -> None:
@@ -429,9 +414,9 @@ def write_config(recipe: Config, replace: bool = False) -> None:
     """
     source = Path(recipe.filename)
     path = Path(recipe.work_dir, source.name)
-    if path.exists() and path.samefile(source):
-        if not replace or _text(load_recipe(path)) == _text(recipe):
-            return
+    there = path.exists() and path.samefile(source)
+    if there and not (replace and _text(load_recipe(path)) != _text(recipe)):
+        return
     lines = source.read_text(encoding="utf-8").splitlines()
     title = [f"{line}\n" for line in takewhile(lambda line: line.startswith("#"), lines)]
     # mmengine would replace {{...}} in a text.

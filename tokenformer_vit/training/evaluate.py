@@ -22,8 +22,17 @@ from tokenformer_vit.models.checkpoints import description_of, find_weights, loa
 from tokenformer_vit.records import environment
 from tokenformer_vit.vision.datasets import class_images, find_splits, labels_for
 
-from .checkpoint import load_plain_checkpoint
-from .config import FOLDERS, datasets, drop_start, listed, name_of, read_config, set_precision
+from .checkpoint import flat_config, load_plain_checkpoint
+from .config import (
+    FOLDERS,
+    datasets,
+    drop_start,
+    listed,
+    name_of,
+    place_of,
+    read_config,
+    set_precision,
+)
 from .engine import (
     DATASETS,
     Config,
@@ -76,25 +85,18 @@ def described_config(weights: Path) -> Config:
     """Make the config of a test from what an export, or a checkpoint, says of its model."""
     model: Any = load_model(None, weights)
     images, described = resolve_input_data_config(model), description_of(weights)
-    how = {key: images[key] for key in ("input_size", "crop_pct", "interpolation", "crop_mode")}
-    steps = [{"type": "LoadImage"}, {"type": "EvalTransform", **how}, {"type": "PackInputs"}]
-    scales = {key: [255 * value for value in images[key]] for key in ("mean", "std")}
-    head = {"num_classes": model.num_classes, "in_channels": model.num_features}
+    cfg = Config(read_config("imagenet_base").to_dict())  # without its name
     backbone = {"model_name": described["architecture"], **described["model_args"]}
-    data = {"type": "CustomDataset", "data_root": "", "pipeline": steps}
-    kind = "DistilledHead" if hasattr(model, "head_dist") else "LabelHead"
-    return Config(
-        {
-            "model": {
-                "type": "ImageClassifier",
-                "backbone": {"type": "TimmClassificationBackbone", **backbone},
-                "head": {"type": kind, **head},
-            },
-            "data_preprocessor": {"num_classes": model.num_classes, **scales},
-            "test_dataloader": {"batch_size": 32, "num_workers": "auto", "dataset": data},
-            "test_evaluator": {"type": "AccuracyAndLoss"},
-        }
-    )
+    cfg.model.backbone = {"type": "TimmClassificationBackbone", **backbone}
+    cfg.model.head.update(num_classes=model.num_classes, in_channels=model.num_features)
+    if hasattr(model, "head_dist"):
+        cfg.model.head.type = "DistilledHead"
+    scales = {key: [255 * value for value in images[key]] for key in ("mean", "std")}
+    cfg.data_preprocessor.update(num_classes=model.num_classes, **scales)
+    cfg.test_dataloader.dataset.update(type="CustomDataset", data_root="", split="")
+    how = cfg.test_dataloader.dataset.pipeline[1]
+    how.update({key: images[key] for key in how.keys() & images.keys()})
+    return cfg
 
 
 def configure_test(cfg: Config, weights: Path, out: Path, data_root: str | None = None) -> None:
@@ -117,14 +119,12 @@ def configure_test(cfg: Config, weights: Path, out: Path, data_root: str | None 
         for step in dataset.pipeline:
             if name_of(step["type"]) == "PackInputs":
                 step["meta_keys"] = ("img_path", "sample_idx")
-    trained = (checkpoint.get("exact_resume") or {}).get("config")  # by dotted key
-    if trained is None:
+    run = (checkpoint.get("exact_resume") or {}).get("config")  # by dotted key
+    if run is None:
         written = written_config(weights)
-        run = read_config(written) if written else cfg
-        trained = {f"val_cfg.{key}": value for key, value in (run.get("val_cfg") or {}).items()}
-        trained["optim_wrapper.type"] = (run.get("optim_wrapper") or {}).get("type")
-    cfg.test_cfg.setdefault("fp16", bool(trained.get("val_cfg.fp16")))
-    set_precision(trained.get("optim_wrapper.type"))
+        run = flat_config(read_config(written) if written else cfg)
+    cfg.test_cfg.setdefault("fp16", bool(run.get("val_cfg.fp16")))
+    set_precision(run.get("optim_wrapper.type"))
     cfg.load_from, cfg.resume = str(weights), False
     cfg.work_dir = str(out)  # not the run's own
     drop_start(cfg.model)
@@ -138,32 +138,24 @@ def configure_test(cfg: Config, weights: Path, out: Path, data_root: str | None 
 
 def _find_images(dataset: Any, data_root: str | None, classes: Sequence[str] | None) -> None:
     """Point a data set at the images in ``data_root``, and give it the classes of a checkpoint."""
-    before, root = dataset.get("data_root") or "", dataset.get("data_root") or ""
-    if data_root is not None:
-        root = dataset.data_root = data_root
-        if Path(before).resolve() != Path(root).resolve() and os.path.isabs(
-            dataset.get("ann_file") or ""
-        ):
-            dataset.pop("ann_file")  # of the other images
-    part = dataset.get("split") or dataset.get("data_prefix") or ""
+    (before, part), root = place_of(dataset), data_root or place_of(dataset)[0]
+    moved = Path(before).resolve() != Path(root).resolve()
+    dataset.data_root = root
     if name_of(dataset.type) not in FOLDERS or Path(root, "meta", f"{part}.txt").is_file():
         return
     if not root and not part:
         raise InputError("the weights name no images: give a folder of them with --data-root")
+    if moved and os.path.isabs(dataset.get("ann_file") or ""):  # of the other images
+        dataset.ann_file = ""
     if dataset.get("ann_file"):
-        if classes and name_of(dataset.type) != "ImageNet" and not dataset.get("metainfo"):
+        if classes and name_of(dataset.type) != "ImageNet" and "metainfo" not in dataset:
             dataset.setdefault("classes", list(classes))
         return
-    if data_root is not None and not (part and Path(root, part).is_dir()):
+    if moved and not (part and Path(root, part).is_dir()):
         splits = find_splits(root)
         found = splits.get("val", splits["train"] if splits.get("train") == Path(root) else None)
-        if found is None:
-            raise InputError(f"{root} has no val/ and no class folders: give another --data-root")
         if not isinstance(found, Path):
-            for key in ("data_prefix", "extensions"):
-                dataset.pop(key, None)
-            dataset.update(type="HuggingFaceImages", split="val")
-            return
+            raise InputError(f"{root} has no val/ and no class folders: give another --data-root")
         part = os.path.relpath(found, root)
     if classes and dataset.get("with_label", True) and "share" not in dataset:
         dataset.pop("split", None)
@@ -287,19 +279,11 @@ def draw_confusion(
     shown = [name[:32].encode(errors="backslashreplace").decode() for name in names]
     shown = [name.replace("$", r"\$") for name in shown]
     figure = Figure(figsize=(10, 10), layout="constrained")
+    how: Any = {"labels": range(size), "display_labels": shown, "xticks_rotation": "vertical"}
+    if size > _MANY:  # makes a single image off the diagonal visible beside many on it
+        how |= {"include_values": False, "im_kw": {"norm": PowerNorm(0.4, vmin=0)}}
     axes = figure.subplots()
-    ConfusionMatrixDisplay.from_predictions(
-        labels,
-        answers,
-        labels=range(size),
-        display_labels=shown,
-        include_values=size <= _MANY,
-        values_format="d",
-        xticks_rotation="vertical",
-        ax=axes,
-        # Makes a single image off the diagonal visible beside many on it.
-        im_kw=None if size <= _MANY else {"norm": PowerNorm(0.4, vmin=0)},
-    )
+    ConfusionMatrixDisplay.from_predictions(labels, answers, values_format="d", ax=axes, **how)
     axes.tick_params(labelsize=10 if size <= _MANY else 6)
     if size > 50:  # no room for names
         axes.set(xticks=[], yticks=[])
