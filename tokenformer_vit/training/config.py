@@ -161,11 +161,11 @@ def complete(cfg: Config) -> None:
         if not loader.keys() & {"sampler", "batch_sampler"}:
             loader.sampler = {"type": "DefaultSampler", "shuffle": train}
         sampler: Any = loader.get("sampler") or {}
-        if name_of(sampler.get("type")) == "DefaultSampler":
-            if train:
-                sampler.type = "ResumableSampler"
-            else:
-                sampler.setdefault("round_up", False)  # no image counts twice in several processes
+        stock = name_of(sampler.get("type")) == "DefaultSampler"
+        if stock and train:
+            sampler.type = "ResumableSampler"
+        elif stock:
+            sampler.setdefault("round_up", False)  # no image counts twice in several processes
     checkpoint: Any = cfg.default_hooks.checkpoint or {}
     if name_of(checkpoint.get("type")) == "CheckpointHook":
         checkpoint.type = ours.default_hooks.checkpoint.type
@@ -314,7 +314,7 @@ def _scale_schedule(cfg: Config, length: int, before: int) -> None:
 def _outside(cfg: Config) -> list[tuple[int, Any]]:
     """Return the schedules, with their numbers, that do not begin and end within the run."""
     length, by_epoch = run_length(cfg), "max_epochs" in (cfg.get("train_cfg") or {})
-    parts = [each for each in enumerate(listed(cfg.get("param_scheduler")))]
+    parts = enumerate(listed(cfg.get("param_scheduler")))
     own = [(n, part) for n, part in parts if part.get("by_epoch", True) == by_epoch]
     return [(n, p) for n, p in own if not p.get("begin", 0) < p.get("end", length) <= length]
 
@@ -356,20 +356,11 @@ def check_config(cfg: Config) -> None:
         # The backward pass would compute blocks again at another size.
         raise InputError("a nested model needs activation_checkpointing=None")
     check_schedule(cfg)
-    wrapper: Any = cfg.get("optim_wrapper") or {}
-    optimizer = name_of((wrapper.get("optimizer") or {}).get("type"))
-    starts = listed((cfg.model.get("head") or {}).get("init_cfg"))
-    zero = any(name_of(e.get("type")) == "Constant" and not e.get("val") for e in starts)
-    if zero and optimizer.lower() in ("lamb", "lars"):
-        _log.warning(
-            f"{optimizer} hardly moves a head that starts at 0: set model.head.init_cfg="
-            "dict(_delete_=True, type='TruncNormal', layer='Linear', std=0.02)"
-        )
 
 
 def check_schedule(cfg: Config) -> None:
     """Refuse a schedule of the learning rate that does not fit into the run."""
-    limit = "max_iters" if "max_iters" in cfg.train_cfg else "max_epochs"
+    limit = "max_iters" if "max_iters" in (cfg.get("train_cfg") or {}) else "max_epochs"
     for index, part in enumerate(listed(cfg.get("param_scheduler"))):
         converted = part.get("convert_to_iter_based") or not part.get("by_epoch", True)
         if limit == "max_iters" and not converted:
@@ -415,16 +406,14 @@ def write_config(recipe: Config, replace: bool = False) -> None:
     source = Path(recipe.filename)
     path = Path(recipe.work_dir, source.name)
     there = path.exists() and path.samefile(source)
-    if there and not (replace and _text(load_recipe(path)) != _text(recipe)):
+    content = {key: each for key, each in recipe.to_dict().items() if key != "work_dir"}
+    if there and not (replace and content != {**load_recipe(path).to_dict(), **content}):
         return
     lines = source.read_text(encoding="utf-8").splitlines()
     title = [f"{line}\n" for line in takewhile(lambda line: line.startswith("#"), lines)]
     # mmengine would replace {{...}} in a text.
-    write_whole(path, "".join([*title, _text(recipe).replace("{{", r"{\x7b")]).encode())
-
-
-def _text(cfg: Config) -> str:
-    return Config({key: cfg[key] for key in cfg if key != "work_dir"}).pretty_text
+    text = Config(content).pretty_text.replace("{{", r"{\x7b")
+    write_whole(path, "".join([*title, text]).encode())
 
 
 def drop_start(model: Any) -> None:

@@ -124,7 +124,10 @@ def configure_test(cfg: Config, weights: Path, out: Path, data_root: str | None 
         written = written_config(weights)
         run = flat_config(read_config(written) if written else cfg)
     cfg.test_cfg.setdefault("fp16", bool(run.get("val_cfg.fp16")))
-    set_precision(run.get("optim_wrapper.type"))
+    kind = run.get("optim_wrapper.type")
+    set_precision(kind)
+    if cfg.get("optim_wrapper"):  # whose type also chooses how attention is computed
+        cfg.optim_wrapper.type = kind or "OptimWrapper"
     cfg.load_from, cfg.resume = str(weights), False
     cfg.work_dir = str(out)  # not the run's own
     drop_start(cfg.model)
