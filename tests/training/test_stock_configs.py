@@ -149,7 +149,8 @@ with read_base():
     from .parts import *
 arch = dict(embed_dims=24, num_layers=1, num_heads=2, feedforward_channels=48)
 backbone = dict(type=VisionTransformer, arch=arch, img_size=8, patch_size=4)
-model.update(dict(type=ImageClassifier, backbone=dict(_delete_=True, **backbone)))
+model["backbone"] = backbone
+model.update(dict(type=ImageClassifier))
 pipeline[-1].update(dict(type=PackInputs))
 train_dataloader.update(dict(sampler=dict(type=DefaultSampler), dataset=dict(type=CustomDataset)))
 train_dataloader.update(dict(num_batch_per_epoch=2))
