@@ -211,8 +211,9 @@ def test_a_config_of_your_own_in_its_work_directory_is_not_replaced(changed, tmp
     cfg = load_recipe(changed("# title\nwork_dir = 'x'\nlog_level = '{{x}}'").filename)
     before = Path(cfg.filename).read_bytes()
     cfg.work_dir = str(tmp_path)
-    write_config(cfg)
-    assert Path(cfg.filename).read_bytes() == before
+    for replace in (False, True):  # it says the same
+        write_config(cfg, replace)
+        assert Path(cfg.filename).read_bytes() == before
     cfg.work_dir = str(tmp_path / "run")
     (tmp_path / "run").mkdir()
     write_config(cfg)

@@ -406,14 +406,17 @@ def write_config(recipe: Config, replace: bool = False) -> None:
     source = Path(recipe.filename)
     path = Path(recipe.work_dir, source.name)
     there = path.exists() and path.samefile(source)
-    content = {key: each for key, each in recipe.to_dict().items() if key != "work_dir"}
-    if there and not (replace and content != {**load_recipe(path).to_dict(), **content}):
+    if there and not (replace and _content(load_recipe(path)) != _content(recipe)):
         return
     lines = source.read_text(encoding="utf-8").splitlines()
     title = [f"{line}\n" for line in takewhile(lambda line: line.startswith("#"), lines)]
     # mmengine would replace {{...}} in a text.
-    text = Config(content).pretty_text.replace("{{", r"{\x7b")
+    text = Config(_content(recipe)).pretty_text.replace("{{", r"{\x7b")
     write_whole(path, "".join([*title, text]).encode())
+
+
+def _content(cfg: Config) -> dict[str, Any]:
+    return {key: value for key, value in cfg.to_dict().items() if key != "work_dir"}
 
 
 def drop_start(model: Any) -> None:
