@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY ?= passive
 demo: $(READY) ## train on handwritten digits, evaluate, predict: about two minutes on two cores
 	$(BIN)/tokenformer-vit prepare-data --digits data/digits
 	$(BIN)/tokenformer-vit train configs/digits_demo.py --resume
-	$(BIN)/tokenformer-vit test configs/digits_demo.py work_dirs/digits_demo/model.safetensors
+	$(BIN)/tokenformer-vit test work_dirs/digits_demo
 	$(BIN)/tokenformer-vit predict data/digits/val/*/*07.png --topk 3 \
 		--checkpoint work_dirs/digits_demo/model.safetensors
 

@@ -10,6 +10,7 @@ import pytest
 
 import tokenformer_vit
 from tokenformer_vit import cli
+from tokenformer_vit.cli.arguments import Parser, add_run
 from tokenformer_vit.errors import InputError, one_line
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +42,7 @@ raise RuntimeError("enough")
         ("costs --tokens 1.5", "'1.5' is not a whole number"),
         ("costs --model-kwargs depth", "'depth' is not KEY=VALUE"),
         ("predict x.png --device cuda:99", "PyTorch sees no cuda:99 here; use cpu"),
-        ("test", "required: config, checkpoint (see tokenformer-vit test --help)"),
+        ("test", "required: [CONFIG] CHECKPOINT (see tokenformer-vit test --help)"),
         ("train exiting.py", "exiting.py ends the program: leave exit() out"),
         ("timm nowhere/x.py", "there is no script nowhere/x.py"),
         ("lm-eval", "'.[evaluation]' for language models"),
@@ -71,6 +72,36 @@ def test_help_and_version(words, said, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(words.split())
     assert capsys.readouterr().out.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("/data/run (1)", "/data/run (1)"),
+        ("/x/a,b", "/x/a,b"),
+        ("[1,2", "[1,2"),
+        ("[1, 2]", [1, 2]),
+        ("{'a': (1,)}", {"a": (1,)}),
+        ("1e-3", 1e-3),
+        ("None", None),
+        ("true", True),
+        ("a=b", "a=b"),
+    ],
+)
+def test_options_are_literals_or_texts(text, value):
+    parser = Parser()
+    add_run(parser)
+    words = ["--cfg-options", "first=1", f"key={text}", "--cfg-options", "last='2'"]
+    assert parser.parse_args(words).cfg_options == {"first": 1, "key": value, "last": "2"}
+
+
+def test_help_loads_no_openmmlab():
+    script = "import sys; from tokenformer_vit import cli\n"
+    for name in ("train", "test"):
+        script += f"try: cli.main(['{name}', '--help'])\nexcept SystemExit: pass\n"
+    script += "assert 'torch' in sys.modules and 'mmengine' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=ROOT, text=True)
+    assert (done.returncode, done.stdout.count("usage: ")) == (0, 2), done.stderr
 
 
 def test_a_worker_s_error_is_its_own_message_and_a_defect_keeps_its_traceback(capsys):

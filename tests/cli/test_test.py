@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,6 +177,49 @@ def test_two_processes_count_every_image_once(run, tmp_path, command):
     assert two["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
     one, both = (read_csv(tmp_path / name / "predictions.csv") for name in ("alone", "two"))
     assert [{**row, "score": 0} for row in one] == [{**row, "score": 0} for row in both]
+
+
+def test_an_export_is_tested_on_folders_which_may_lack_a_class(run, tmp_path, command):
+    expected = json.loads((run.work_dir / "record.json").read_text())["accuracy/top1"]
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    for name in ("model.safetensors", "config.json"):
+        shutil.copy(run.work_dir / name, folder)
+    refused = command("test", folder)
+    assert "give a folder of them with --data-root" in refused.err
+    few = shutil.copytree(run.data / "val", tmp_path / "few")
+    for source in ([folder], [run.config, folder], [run.work_dir], [run.work_dir / "epoch_2.pth"]):
+        for root in (run.data, run.data / "val", few):
+            if root == few:
+                for path in (few / "dark").glob("*"):
+                    path.unlink()
+            done = command("test", *source, "--data-root", root, "--out", tmp_path / "out")
+            assert done.status == 0, done.output
+            record = json.loads((tmp_path / "out" / "metrics.json").read_text())
+            counts = {row["class"]: row["support"] for row in record["classes"]}
+            assert counts == ({**VAL_IMAGES, "dark": 0} if root == few else VAL_IMAGES)
+            if root != few:
+                assert record["metrics"]["accuracy/top1"] == pytest.approx(expected, abs=1e-3)
+    shutil.move(few / "bright", few / "brihgt")
+    done = command("test", folder, "--data-root", few)
+    assert "the data have a class 'brihgt', but the model has" in done.err
+
+
+def test_a_list_without_names_and_own_metrics(run, tmp_path):
+    config = tmp_path / "listed.py"
+    names = sorted(VAL_IMAGES)
+    lines = [f"val/{name}/0.png {label}" for label, name in enumerate(names)]
+    (tmp_path / "list.txt").write_text("\n".join(lines))
+    listed = f"type='CustomDataset', data_prefix='', ann_file={str(tmp_path / 'list.txt')!r}"
+    config.write_text(
+        f"_base_ = {str(run.config)!r}\n"
+        f"test_dataloader = dict(dataset=dict({listed}, data_root={str(run.data)!r}))\n"
+        "test_evaluator = dict(_delete_=True, type='Accuracy', topk=(1,), thrs=(0.0, 0.9))\n"
+    )
+    record = measured(SimpleNamespace(config=config, data=run.data), run.work_dir, tmp_path)
+    assert [row["class"] for row in record["classes"]] == names
+    figures = ("accuracy/top1_thr-0.00", "accuracy/top1_thr-0.90", "accuracy/top1", "cross_entropy")
+    assert record["metrics"].keys() == set(figures)
 
 
 def test_a_missing_checkpoint_and_that_of_another_model_are_named(run, tmp_path):

@@ -1,5 +1,6 @@
 """Configs are read, overridden and checked before a run starts."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -17,6 +18,8 @@ from tokenformer_vit.training.config import (
     choose_checkpoint,
     datasets,
     load_config,
+    load_recipe,
+    read_config,
     write_config,
 )
 
@@ -26,6 +29,8 @@ from tokenformer_vit.training.config import (
     [
         ("optim_wrapper.optimizer.lrr", "no 'lrr'; there is lr"),
         ("param_scheduler.2.end", "no '2'; there is 0, 1"),
+        ("optim_wrapper.clip_grd.max_norm", "no 'clip_grd'; there is clip_grad"),
+        ("model.backbone.init_valeus", "no 'init_valeus'; there is init_values"),
     ],
 )
 def test_a_misspelt_option_is_refused(config, key, message):
@@ -33,10 +38,57 @@ def test_a_misspelt_option_is_refused(config, key, message):
         load_config(config, {key: 1})
 
 
+def test_an_option_may_add_what_a_type_takes(config):
+    added = ("optim_wrapper.clip_grad.max_norm", "optim_wrapper.optimizer.amsgrad")
+    added += ("model.backbone.init_values", "model.backbone.reg_tokens", "model.head.topk")
+    added += ("default_hooks.checkpoint.out_dir", "train_dataloader.timeout", "custom_hooks")
+    before = read_config(config).to_dict()
+    cfg = load_config(config, dict.fromkeys(added, 7))
+    for key in added:
+        *path, name = key.split(".")
+        old, new = before, cfg.to_dict()
+        for part in path:
+            old, new = old.get(part, {}), new[part]
+        assert (name in old, new[name]) == (False, 7)
+
+
+def boundaries(cfg):
+    warm_up, cosine = cfg.param_scheduler
+    return warm_up.end, cosine.begin, cosine.get("end")
+
+
+def test_schedules_are_scaled_with_a_run(changed, caplog):
+    """digits_demo has 40 epochs, 3 of them a warm-up; an average over a sixteenth of them."""
+    assert boundaries(load_config("digits_demo")) == (3, 3, None)
+    cfg = load_config("digits_demo", epochs=20)
+    assert (boundaries(cfg), cfg.default_hooks.ema.momentum) == ((1.5, 1.5, None), 4e-2)
+    assert all(part.convert_to_iter_based for part in cfg.param_scheduler)
+    assert boundaries(load_config("digits_demo", epochs=80)) == (6, 6, None)
+    # What fits stays.
+    assert boundaries(load_config("digits_demo", {"train_cfg.max_epochs": 4})) == (3, 3, None)
+    assert not caplog.text
+    assert boundaries(load_config("digits_demo", {"train_cfg.max_epochs": 2})) == (0.15, 0.15, None)
+    assert "param_scheduler is scaled: it was for a run of 40, not 2" in caplog.text
+    cfg = changed("train_cfg = dict(max_epochs=1)")  # over a base of 3 epochs
+    assert boundaries(cfg) == (1 / 3, 1 / 3, None)
+    steps = "[dict(type='MultiStepLR', milestones=[30, 60], by_epoch=True)]"
+    cfg = changed(f"param_scheduler = {steps}\ntrain_cfg = dict(max_epochs=90)")
+    cfg = load_config(cfg.filename, epochs=9)
+    assert cfg.param_scheduler[0].milestones == [3, 6]
+    late = "[dict(type='CosineAnnealingLR', begin=1, end=9)]"
+    cfg = changed(f"param_scheduler = {late}")
+    assert cfg.param_scheduler[0].end == 3
+    assert "param_scheduler.0 ends with the run, at 3, not 9" in caplog.text
+    loop = "train_cfg = dict(_delete_=True, type='ResumableIterLoop', max_iters=9)"
+    path = changed(f"param_scheduler = []\n{loop}").filename
+    with pytest.raises(InputError, match=r"own\.py counts iterations: give train_cfg\.max_iters"):
+        load_config(path, epochs=1)
+
+
 def test_options_reach_into_lists_and_every_loader(config):
     options = {"param_scheduler.1.eta_min": 0.5}
     cfg = load_config(config, options, data_root="d", compile=True)
-    assert cfg.model.backbone.compile
+    assert cfg.compile
     assert cfg.param_scheduler[1].eta_min == 0.5
     for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
         assert {each.data_root for each in datasets(cfg[name].dataset)} == {"d"}
@@ -111,32 +163,24 @@ def test_a_config_tells_the_sampler_how_short_an_epoch_is(config):
         ("data_preprocessor = dict(to_rgb=True)", "RGB: set data_preprocessor.to_rgb=False"),
         ("data_preprocessor = dict(type='ClsDataPreprocessor')", "only a LabelPreprocessor mixes"),
         ("train_dataloader = dict(sampler=None)", "does not shuffle"),
-        (
-            "optim_wrapper = dict(accumulative_counts=2)\n"
-            "model_wrapper_cfg = dict(static_graph=True)",
-            "static_graph=False",
-        ),
         ("model = dict(sandwich=True)\nactivation_checkpointing = ['blocks']", "activation_ch"),
-        ("train_cfg = dict(max_epochs=1)", r"scheduler\.1 is from 1 to 1, but .*max_epochs is 1"),
+        (
+            "param_scheduler = [dict(type='CosineAnnealingLR', begin=3)]",
+            r"param_scheduler\.0 begins at 3, but train_cfg\.max_epochs is 3",
+        ),
         (
             "train_cfg = dict(_delete_=True, type='ResumableIterLoop', max_iters=100)",
             r"param_scheduler\.1 counts epochs: set by_epoch=False",
-        ),
-        (
-            "default_hooks = dict(checkpoint=dict(save_best='top1'))",
-            "save_best is 'top1', but validation measures .*accuracy/top1",
         ),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(changed, text, message):
     check_config(changed("param_scheduler = []\ntrain_cfg = dict(max_epochs=1)"))
-    best = "save_best='accuracy/top1_at_0.5'"  # of a nested model
-    check_config(changed(f"default_hooks = dict(checkpoint=dict({best}))"))
     with pytest.raises(InputError, match=message):
         check_config(changed(text))
 
 
-def test_autocast_is_that_of_training_and_validation(train, tmp_path, monkeypatch):
+def test_autocast_is_that_of_training_validation_and_test(train, tmp_path, monkeypatch, command):
     seen, forward = set(), torch.nn.Conv2d.forward
 
     def observed(module, x):
@@ -145,21 +189,37 @@ def test_autocast_is_that_of_training_and_validation(train, tmp_path, monkeypatc
         return output
 
     monkeypatch.setattr(torch.nn.Conv2d, "forward", observed)
-    train(tmp_path, "--amp", "--cfg-options", "train_cfg.max_epochs=2")
+    options = ("--cfg-options", "train_cfg.max_epochs=2")
+    train(tmp_path, "--amp", *options)
     assert seen == {(True, torch.bfloat16), (False, torch.bfloat16)}
+    # Its start is not looked for again.
+    train(tmp_path, "--amp", "--resume", *options, f"model.backbone.checkpoint_path={tmp_path}/x")
+    record = json.loads((tmp_path / "record.json").read_text())
+    seen.clear()
+    for source in ([tmp_path], [train.arguments[0], tmp_path / "epoch_2.pth"]):
+        done = command("test", *source, "--data-root", train.arguments[2])
+        assert done.status == 0, done.output
+        measured = json.loads((tmp_path / "test" / "metrics.json").read_text())
+        assert measured["precision"] == "bfloat16 autocast"
+        assert measured["metrics"]["cross_entropy"] == pytest.approx(
+            record["cross_entropy"], abs=1e-3
+        )
+    assert seen == {(False, torch.bfloat16)}
 
 
 def test_a_config_of_your_own_in_its_work_directory_is_not_replaced(changed, tmp_path):
-    cfg = changed("work_dir = 'x'")
+    cfg = load_recipe(changed("# title\nwork_dir = 'x'\nlog_level = '{{x}}'").filename)
     before = Path(cfg.filename).read_bytes()
     cfg.work_dir = str(tmp_path)
-    write_config(cfg)
-    assert Path(cfg.filename).read_bytes() == before
+    for replace in (False, True):  # it says the same
+        write_config(cfg, replace)
+        assert Path(cfg.filename).read_bytes() == before
     cfg.work_dir = str(tmp_path / "run")
     (tmp_path / "run").mkdir()
     write_config(cfg)
     copy = load_config(tmp_path / "run" / "own.py")
     assert copy.work_dir == "work_dirs/own"  # a run of its own
+    assert (copy.log_level, copy.param_scheduler) == ("{{x}}", cfg.param_scheduler)
 
 
 def test_pickled_annotations_are_not_read(changed):
@@ -187,6 +247,19 @@ def test_a_run_is_resumed_and_not_overwritten(config, tmp_path):
         choose_checkpoint(cfg, str(run / "nope.pth"))
     with pytest.raises(InputError, match=r"other/epoch_1\.pth is not in .*run, which already hol"):
         choose_checkpoint(cfg, str(other / "epoch_1.pth"))
+
+
+def test_checkpoints_on_another_disk_are_resumed(config, tmp_path):
+    folder, run = tmp_path / "disk" / "run", tmp_path / "run"
+    for each in (folder, run):
+        each.mkdir(parents=True)
+    (folder / "epoch_1.pth").touch()
+    (run / "last_checkpoint").write_text(str(folder / "epoch_1.pth"))
+    for disk in ({}, {"default_hooks.checkpoint.out_dir": str(tmp_path / "disk")}):
+        for resume in ("auto", str(folder / "epoch_1.pth")):
+            cfg = load_config(config, disk, work_dir=str(run))
+            choose_checkpoint(cfg, resume)
+            assert cfg.load_from == str(folder / "epoch_1.pth")
 
 
 def test_images_are_not_lost_without_a_word(config, tmp_path):

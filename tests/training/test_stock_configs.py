@@ -1,6 +1,7 @@
 """Configs of mmpretrain train by their path, as they are; so do others of its parts."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import mmpretrain
@@ -16,7 +17,7 @@ from PIL import Image
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.training.checkpoint import load_plain_checkpoint
-from tokenformer_vit.training.config import CONFIGS, check_config, load_config
+from tokenformer_vit.training.config import CONFIGS, check_config, load_config, name_of
 from tokenformer_vit.training.runner import TrainingRunner
 
 STOCK = Path(mmpretrain.__file__).parent / ".mim" / "configs"
@@ -97,7 +98,6 @@ param_scheduler = [dict(type="CosineAnnealingLR", by_epoch=True, T_max=2)]
 train_cfg = dict(by_epoch=True, max_epochs=2, val_interval=1)
 val_cfg = test_cfg = dict()
 default_hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="auto"))
-log_level = "ERROR"
 """
 
 
@@ -134,6 +134,80 @@ def test_it_gets_our_hooks_loop_and_sampler(stock):
     assert cfg.default_hooks.checkpoint.save_best == "auto"
     assert cfg.train_cfg == {"type": "ResumableEpochLoop", "max_epochs": 2, "val_interval": 1}
     assert cfg.train_dataloader.sampler == {"type": "ResumableSampler", "shuffle": False}
+
+
+NEW = """
+from mmengine.config import read_base
+from mmengine.dataset import DefaultSampler
+from mmengine.hooks import CheckpointHook
+from mmengine.runner import EpochBasedTrainLoop
+from mmpretrain.datasets import CustomDataset, PackInputs
+from mmpretrain.evaluation import ConfusionMatrix
+from mmpretrain.models import ImageClassifier, VisionTransformer
+from torch.optim import AdamW
+with read_base():
+    from .parts import *
+arch = dict(embed_dims=24, num_layers=1, num_heads=2, feedforward_channels=48)
+backbone = dict(type=VisionTransformer, arch=arch, img_size=8, patch_size=4)
+model["backbone"] = backbone
+model.update(dict(type=ImageClassifier))
+pipeline[-1].update(dict(type=PackInputs))
+train_dataloader.update(dict(sampler=dict(type=DefaultSampler), dataset=dict(type=CustomDataset)))
+train_dataloader.update(dict(num_batch_per_epoch=2))
+optim_wrapper = dict(optimizer=dict(type=AdamW, lr=1e-3))
+train_cfg = dict(type=EpochBasedTrainLoop, max_epochs=2)
+default_hooks = dict(checkpoint=dict(type=CheckpointHook, interval=1))
+test_evaluator = [val_evaluator, dict(type=ConfusionMatrix)]
+visualizer = dict(type="UniversalVisualizer", vis_backends=BACKENDS)
+"""
+
+
+def test_a_config_of_classes_trains_resumes_and_tests(stock, tmp_path, command, monkeypatch):
+    """mmengine's present style; the config that a run writes has their names."""
+    stock.rename(tmp_path / "parts.py")
+    kinds = ["Local", "Tensorboard"] if find_spec("tensorboard") else ["Local"]
+    backends = [{"type": f"{kind}VisBackend"} for kind in kinds]
+    path, run = tmp_path / "new.py", tmp_path / "run"
+    path.write_text(NEW.replace("BACKENDS", repr(backends)))
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block: compiled.append(block))
+    words = ("--work-dir", run, "--compile")
+    for more in ((), ("--resume", run / "epoch_1.pth")):
+        done = command("train", path, *words, *more)
+        assert done.status == 0, done.output
+        assert "differs" not in done.output
+    assert "exact_resume" in torch.load(run / "epoch_2.pth", weights_only=True)
+    assert [type(block).__name__ for block in compiled] == ["TransformerEncoderLayer"] * 2
+    for written in (path, run / "new.py"):
+        cfg = load_config(written)
+        kinds = cfg.train_cfg.type, cfg.train_dataloader.sampler.type
+        assert kinds == ("ResumableEpochLoop", "ResumableSampler")
+        assert cfg.default_hooks.checkpoint.type == "ExactCheckpointHook"
+        assert name_of(cfg.optim_wrapper.optimizer.type) == "AdamW"
+        assert cfg.train_dataloader.sampler.num_samples == 32
+    done = command("test", run)
+    assert done.status == 0, done.output
+    metrics = json.loads((run / "test" / "metrics.json").read_text())["metrics"]
+    assert np.sum(metrics["confusion_matrix/result"]) == 48
+    assert {"accuracy/top1", "cross_entropy"} < metrics.keys()
+
+
+def test_a_model_without_blocks_is_not_compiled(stock, tmp_path, command):
+    text = stock.read_text().replace("    backbone=backbone,", "    backbone=dict(type='LeNet5'),")
+    stock.write_text(text)
+    done = command("train", stock, "--work-dir", tmp_path / "run", "--compile")
+    assert "LeNet5 has no transformer blocks: omit --compile" in done.err
+
+
+def test_the_config_of_a_folder_repeats_its_run(data_root, tmp_path, command):
+    words = ("--cfg-options", "train_dataloader.num_workers=0", "default_hooks.logger.interval=7")
+    done = command("train", data_root, "--epochs", 1, "--work-dir", tmp_path, *words)
+    assert done.status == 0, done.output
+    path = tmp_path / f"{data_root.name}.py"
+    cfg = load_config(path)
+    assert (cfg.train_cfg.max_epochs, cfg.default_hooks.logger.interval) == (1, 7)
+    assert path.read_text().startswith("# ")  # as the folder's own config
+    assert command("test", tmp_path).status == 0
 
 
 def test_the_commands_take_a_config_of_stock_parts(stock, tmp_path, command):

@@ -37,6 +37,9 @@ COMMANDS = {
     "convert": ("convert", "convert a ViT, GPT-2, or released language models"),
     "timm": ("timm_script", "run a script of timm with the TokenFormer models"),
 }
+# Packages of the extras in setup.py.
+_EXTRAS = ("mmengine", "mmcv", "mmpretrain", "cv2", "matplotlib", "pandas", "sklearn")
+_EXTRAS += ("pyarrow", "datasets", "huggingface_hub", "transformers", "tokenizers", "lm_eval")
 
 
 def run(main: Callable[[list[str]], Any], argv: Sequence[str] | None = None) -> None:
@@ -74,9 +77,10 @@ def _main(words: list[str]) -> None:
         close = ", ".join(difflib.get_close_matches(args.command, COMMANDS))
         way = f"did you mean {close}?" if close else "see --help"
         raise InputError(f"there is no command {args.command!r}; {way}")
-    try:
-        module = import_module(f".{COMMANDS[args.command][0]}", __name__)
+    try:  # a command imports what it needs when its words are right
+        import_module(f".{COMMANDS[args.command][0]}", __name__).main(args.words)
     except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] not in _EXTRAS:
+            raise
         way = "in the clone, run pip install '.[train]', or '.[evaluation]' for language models"
         raise InputError(f"{error}: {way}") from error
-    module.main(args.words)

@@ -1,6 +1,7 @@
 """The parser of the commands, and options that several of them share."""
 
 import argparse
+import ast
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -40,7 +41,7 @@ def device(name: str) -> torch.device:
 
 
 def key_value(text: str) -> str:
-    """Check a word that ``DictAction`` or ``ParseKwargs`` split next."""
+    """Check a word that ``Options`` or ``ParseKwargs`` split next."""
     if "=" not in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     return text
@@ -60,13 +61,28 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--device", type=device, default="auto", help="cpu or cuda; default: cuda if it is there")
 
 
+class Options(argparse.Action):
+    """Collects words K=V: a literal of Python such as ``[1, 2]`` or ``None``, else a text."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        """Add the words to those of earlier uses of the option."""
+        found = dict(getattr(namespace, self.dest) or {})
+        for key, _, value in (word.partition("=") for word in values):
+            try:
+                found[key] = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
+            except (ValueError, SyntaxError):
+                found[key] = value
+        setattr(namespace, self.dest, found)
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the options that training and testing share."""
-    from tokenformer_vit.training.engine import DictAction  # only training has it
-
-    add, keys = parser.add_argument, "override keys of the config, such as train_cfg.max_epochs=9"
+    add, keys = (
+        parser.add_argument,
+        "set keys of the config, such as optim_wrapper.optimizer.lr=1e-3",
+    )
     add("--data-root", help="folder that holds train/ and val/, parquet files or tokens")
     add("--batch-size", type=whole_number(1), help="per process and step; not for validation")
-    add("--cfg-options", nargs="+", type=key_value, action=DictAction, metavar="K=V", help=keys)
+    add("--cfg-options", nargs="+", type=key_value, action=Options, metavar="K=V", help=keys)
     add("--compile", action="store_true", help="compile each block: faster after a first minute")
     add("--launcher", choices=("none", "pytorch", "slurm", "mpi"), default="none")

@@ -1,11 +1,15 @@
-"""Measure a trained image classifier: accuracy, per-class metrics, confusion matrix."""
+"""Measure a trained image classifier: accuracy, per-class metrics, confusion matrix.
+
+A run knows its config; an exported folder or a checkpoint describes its model::
+
+    tokenformer-vit test work_dirs/photos
+    tokenformer-vit test work_dirs/photos/epoch_3.pth --data-root other_photos
+    tokenformer-vit test configs/digits_demo.py work_dirs/digits_demo/epoch_40.pth
+"""
 
 from pathlib import Path
 
-from tokenformer_vit.training.config import check_folders, load_config
-from tokenformer_vit.training.distributed import is_first, start_processes
-from tokenformer_vit.training.engine import is_main_process
-from tokenformer_vit.training.evaluate import configure_test, run_test
+from tokenformer_vit.errors import InputError
 
 from .arguments import Parser, add_run
 
@@ -13,25 +17,38 @@ from .arguments import Parser, add_run
 def main(argv: list[str]) -> None:
     """Run the command."""
     parser = Parser(prog="tokenformer-vit test", description=__doc__)
-    add, weights = parser.add_argument, "exported folder, its model.safetensors, or epoch_*.pth"
-    add("config", help="config of the training, such as configs/digits_demo.py")
-    add("checkpoint", type=Path, help=f"{weights}, whose averaged weights are tested if it has any")
+    add, weights = parser.add_argument, "run, exported folder, model.safetensors or epoch_*.pth"
+    add(
+        "words", nargs="+", metavar="[CONFIG] CHECKPOINT", help=f"{weights}; averaged, if it can be"
+    )
     add_run(parser)
     add("--out", type=Path, help="folder of the results (default: test/ beside the weights)")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if len(args.words) > 2:
+        raise InputError(f"{' '.join(args.words)} are more than a config and a checkpoint")
 
-    options = {"log_level": "WARNING", **(args.cfg_options or {})}  # a test logs little
+    # Not before: --help needs none of it.
+    from tokenformer_vit.training import evaluate
+    from tokenformer_vit.training.config import check_folders, load_config
+    from tokenformer_vit.training.distributed import is_first, start_processes
+    from tokenformer_vit.training.engine import is_main_process
+
+    weights = evaluate.find_test(Path(args.words[-1]))
+    config = args.words[0] if len(args.words) == 2 else evaluate.written_config(weights)
+    config = config or evaluate.described_config(weights)
+    options = dict(args.cfg_options or {})
     if args.batch_size is not None:
         options["test_dataloader.batch_size"] = args.batch_size
-    cfg = load_config(args.config, options, args.data_root, compile=args.compile)
+    cfg = load_config(config, options, compile=args.compile)
+    if "log_level" not in options:
+        cfg.log_level = "WARNING"  # a test logs little
+    out = args.out or weights.parent / "test"
+    evaluate.configure_test(cfg, weights, out, args.data_root)
     if is_first(args.launcher):
         check_folders(cfg, ("test_dataloader",))
-    folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
-    out = args.out or folder / "test"
-    configure_test(cfg, args.checkpoint, out)
     cfg.launcher = args.launcher
     start_processes(cfg)
-    run_test(cfg, args.cfg_options)
+    evaluate.run_test(cfg, args.cfg_options)
     if is_main_process():
         files = ("metrics.json", "per_class.csv", "predictions.csv", "confusion_matrix.png")
         print(f"\nDone. In {out}: {', '.join(name for name in files if (out / name).is_file())}")

@@ -14,15 +14,10 @@ from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import locked_folder, make_folder
-from tokenformer_vit.training import config, distributed
-from tokenformer_vit.training.engine import Config, broadcast_object_list
-from tokenformer_vit.training.folder import Start, configure_folder
-from tokenformer_vit.training.runner import run_training
 
 from .arguments import Parser, add_run, whole_number
 
@@ -35,6 +30,7 @@ def main(argv: list[str]) -> None:
     add = parser.add_argument
     add("config", metavar="CONFIG", help="config, such as configs/imagenet_base.py, or a folder")
     add_run(parser)
+    add("--epochs", type=whole_number(1), help="length of the run; its schedule is scaled")
     add("--work-dir", help="folder of the results (default: work_dirs/CONFIG)")
     add("--resume", nargs="?", const="auto", help="continue from the last checkpoint, or this one")
     add("--amp", action="store_true", help="train and validate under bfloat16 autocast")
@@ -47,42 +43,59 @@ def main(argv: list[str]) -> None:
     add("--freeze", action="store_true", help="train only the head of --checkpoint")
     args = parser.parse_args(argv)
 
+    # Not before: --help needs none of it.
+    from tokenformer_vit.training import config, distributed
+    from tokenformer_vit.training.engine import broadcast_object_list
+    from tokenformer_vit.training.folder import Start, configure_folder
+    from tokenformer_vit.training.runner import run_training
+
     first = distributed.is_first(args.launcher)
     start = Start(args.model, args.checkpoint, args.freeze)
-    if Path(args.config).is_dir():
+    if own := Path(args.config).is_dir():
         args.work_dir = args.work_dir or f"work_dirs/{Path(args.config).resolve().name}"
         args.config = configure_folder(args.config, args.work_dir, start, args.resume, first)
     elif start != Start():
         raise InputError("--model, --checkpoint and --freeze need a folder of images, no config")
-    cfg = _configure(args)
+    recipe = _recipe(args)
+    cfg = config.resolve(copy.deepcopy(recipe))
+    cfg.launcher = args.launcher
+    backends = cfg.get("visualizer", {}).get("vis_backends", [])
+    there = any(config.name_of(each.type) == "TensorboardVisBackend" for each in backends)
+    if backends and not there and find_spec("tensorboard"):
+        backends.append({"type": "TensorboardVisBackend"})
+    config.check_config(cfg)
+    config.set_precision((cfg.get("optim_wrapper") or {}).get("type"))
     work_dir = Path(cfg.work_dir)
     if first:
         config.check_folders(cfg, ("train_dataloader", "val_dataloader"))
         make_folder(work_dir, "--work-dir")
     distributed.start_processes(cfg)
-    # A refused run leaves the file of the former one; a copy of the file starts a new run.
-    begin = partial(config.write_config, copy.deepcopy(cfg)) if first else None
+    # A refused run leaves the file of the former one.
+    begin = partial(config.write_config, recipe, replace=own) if first else None
     with locked_folder(work_dir) if first else nullcontext():
         if first:
             config.choose_checkpoint(cfg, args.resume)
         chosen = [cfg.resume, cfg.load_from]
         broadcast_object_list(chosen)
         cfg.resume, cfg.load_from = chosen
+        if cfg.resume:
+            config.drop_start(cfg.model)
         run_training(cfg, begin)
     if first:
         written = [name for name in _RESULTS if (work_dir / name).is_file()]
         print(f"\nDone. In {work_dir}: {', '.join(written)}, checkpoints (*.pth), and logs")
 
 
-def _configure(args: argparse.Namespace) -> Config:
+def _recipe(args: argparse.Namespace) -> Any:
     """Read the config, and let the options change it."""
+    from tokenformer_vit.training.config import load_recipe, set_autocast
+
     typed = {"randomness.seed": args.seed, "train_dataloader.batch_size": args.batch_size}
     options = (args.cfg_options or {}) | {k: v for k, v in typed.items() if v is not None}
-    cfg = config.load_config(args.config, options, args.data_root, args.work_dir, args.compile)
-    cfg.launcher = args.launcher
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
+    where = (args.data_root, args.work_dir, args.compile, args.epochs)
+    cfg = load_recipe(args.config, options, *where)
     if args.amp:
-        config.set_autocast(cfg)
+        set_autocast(cfg)
     if args.auto_scale_lr:
         if not cfg.get("auto_scale_lr"):
             raise InputError(f"--auto-scale-lr: {args.config} has no auto_scale_lr.base_batch_size")
@@ -90,8 +103,4 @@ def _configure(args: argparse.Namespace) -> Config:
     if args.deterministic:
         cfg.randomness.deterministic = True
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-    backends = cfg.get("visualizer", {}).get("vis_backends", [])
-    if backends and find_spec("tensorboard"):
-        backends.append({"type": "TensorboardVisBackend"})
-    config.check_config(cfg)
     return cfg

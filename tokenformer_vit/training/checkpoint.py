@@ -128,7 +128,7 @@ class ExactCheckpointHook(CheckpointHook):
         """Bring place and schedules to where the run is, and tell what changed."""
         loop, sampler = runner.train_loop, runner.train_dataloader.sampler
         before, now = resumed["iters_per_epoch"], len(runner.train_dataloader)
-        changes = changed(resumed["config"], _flat_config(runner))
+        changes = changed(resumed["config"], flat_config(runner.cfg))
         if not by_iteration(runner):
             if before != now:
                 changes["iterations an epoch"] = (before, now)
@@ -293,7 +293,7 @@ class ExactCheckpointHook(CheckpointHook):
             "samples": len(loader.dataset),
             "iters_per_epoch": len(loader),
             "states": len(runner.optim_wrapper.optimizer.state),
-            "config": _flat_config(runner),
+            "config": flat_config(runner.cfg),
             "early_stopping": [
                 (hook.wait_count, float(hook.best_score)) for hook in _early_stopping_hooks(runner)
             ],
@@ -311,8 +311,9 @@ def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[A
     return {name: (one, other) for name, (one, other) in pairs.items() if one != other}
 
 
-def _flat_config(runner) -> dict[str, Any]:
-    return dict(_flat("", plain_values(runner.cfg.to_dict())))
+def flat_config(cfg: Any) -> dict[str, Any]:
+    """Return the values of a config by their dotted keys."""
+    return dict(_flat("", plain_values(cfg.to_dict())))
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -1,30 +1,63 @@
-"""Read a config, apply the options of the command line, and check both."""
+"""Read a config, complete it, apply the options of the command line, and check it."""
 
+import copy
 import difflib
+import inspect
+import logging
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from contextlib import suppress
+from itertools import chain, takewhile
 from pathlib import Path
+from types import FunctionType
 from typing import Any
-from unittest import mock
 
 import torch
 
 import tokenformer_vit
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
+from tokenformer_vit.models.vit import TokenFormerViT
 from tokenformer_vit.vision.datasets import class_images
 from tokenformer_vit.vision.images import IMAGE_SUFFIXES, images_in, is_hidden
 
-from .engine import Config
+from .engine import REGISTRIES, Config
 
 __all__ = ["check_config", "load_config"]
 
 _INSTALLED = Path(tokenformer_vit.__file__).parent / ".mim/configs"  # as in OpenMMLab's packages
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[2] / "configs"
 # Data sets whose classes are folders.
-_FOLDERS = ("ImageNet", "CustomDataset", "ImagesInMemory")
+FOLDERS = ("ImageNet", "CustomDataset", "ImagesInMemory", "ClassFolders")
+# What mmengine builds where a config names no type.
+_UNTYPED = {
+    "": "Runner",
+    "optim_wrapper": "OptimWrapper",
+    "data_preprocessor": "ClsDataPreprocessor",
+    **{f"{name}_cfg": f"{name.capitalize()}Loop" for name in ("val", "test")},
+    **{f"{name}_dataloader": "torch.utils.data.DataLoader" for name in ("train", "val", "test")},
+}
+_log = logging.getLogger("tokenformer_vit")
+
+
+class _Config(Config):
+    """mmengine's config; its ``_base_`` may be ``tokenformer_vit::NAME``, a shipped config."""
+
+    @staticmethod
+    def _get_cfg_path(cfg_path: str, filename: str) -> tuple[str, str | None]:
+        shipped = cfg_path.removeprefix("tokenformer_vit::")
+        if shipped != cfg_path:
+            return str(CONFIGS / shipped), None
+        return Config._get_cfg_path(cfg_path, filename)
+
+
+# mmengine finds `package::config` only in OpenMMLab's packages, and has no public way to add one:
+# its functions call the class by its name. These are the same functions, with our class.
+for _name in ("fromfile", "_file2dict"):
+    _theirs = getattr(Config, _name)
+    _names = {**_theirs.__globals__, "Config": _Config}
+    _ours = FunctionType(_theirs.__code__, _names, argdefs=_theirs.__defaults__)
+    setattr(_Config, _name, staticmethod(_ours))
 
 
 def find_config(name: str | Path) -> Path:
@@ -41,63 +74,130 @@ def find_config(name: str | Path) -> Path:
 
 
 def read_config(path: str | Path) -> Config:
-    """Read a config, which may inherit from ``tokenformer_vit::NAME``, a shipped one."""
-    # mmengine finds `package::config` only in OpenMMLab's packages, and has no public way to add.
-    find = Config._get_cfg_path
-
-    def find_base(name: str, file: str) -> tuple[str, str | None]:
-        shipped = name.removeprefix("tokenformer_vit::")
-        return find(name, file) if shipped == name else (str(CONFIGS / shipped), None)
-
-    with mock.patch.object(Config, "_get_cfg_path", staticmethod(find_base)):
-        try:
-            return Config.fromfile(find_config(path))
-        except SystemExit as error:  # its status may be 0
-            raise InputError(f"{path} ends the program: leave exit() out") from error
+    """Read a config as it is; each class in it, as in mmengine's new style, becomes its name."""
+    file = find_config(path)
+    try:
+        return Config(_Config.fromfile(file).to_dict(), filename=file)
+    except SystemExit as error:  # its status may be 0
+        raise InputError(f"{path} ends the program: leave exit() out") from error
 
 
-def load_config(
-    path: str | Path,
+def name_of(kind: Any) -> str:
+    """Return the name of a ``type``: of a class, ``Class``, ``scope.Class``, ``module.Class``."""
+    return getattr(kind, "__name__", None) or str(kind).rpartition(".")[2]
+
+
+def load_config(path: str | Path, *args: Any, **kwargs: Any) -> Config:
+    """Return the config of a run on this machine: :func:`resolve` of :func:`load_recipe`."""
+    return resolve(load_recipe(path, *args, **kwargs))
+
+
+def load_recipe(
+    path: str | Path | Config,
     options: Mapping[str, Any] | None = None,
     data_root: str | None = None,
     work_dir: str | None = None,
     compile: bool = False,
+    epochs: int | None = None,
 ) -> Config:
-    """Read a config file, and override parts of it.
-
-    A config of mmpretrain trains as it is, with our hooks, loop and sampler.
+    """Read a config, complete it, and override parts of it; a copy of it repeats a run anywhere.
 
     Args:
-        path: Python config with classic ``_base_`` inheritance, or the name of a shipped one.
-        options: Values by dotted key, as from ``--cfg-options``; every key must exist.
+        path: Python config of either style of mmengine, or the name of a shipped one.
+        options: Values by dotted key, of the config or arguments of the ``type`` there.
         data_root: Root of the data, for all three loaders.
         work_dir: Folder of the run; default: the config's, or ``work_dirs/<name of the config>``.
-        compile: Compile the blocks, whatever the config says.
+        compile: Compile the blocks, whatever the model is.
+        epochs: Length of the run, with which its schedules are scaled.
 
     Raises:
         InputError: If the file is missing, or an option names an unknown key.
     """
-    cfg = read_config(path)
-    _complete(cfg)
+    cfg = path if isinstance(path, Config) else read_config(path)
+    complete(cfg)
+    cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(cfg.filename or '').stem}"
+    if compile:
+        cfg.compile = True  # for the runner
+    if epochs is not None:
+        if "max_epochs" not in cfg.train_cfg:
+            raise InputError(f"{path} counts iterations: give train_cfg.max_iters, not --epochs")
+        before, cfg.train_cfg.max_epochs = cfg.train_cfg.max_epochs, epochs
+        _scale_schedule(cfg, epochs, before)
+    length = run_length(cfg)
     for key in options or {}:
         _check_option(cfg, key)
-    cfg.merge_from_dict(dict(options or {}))
-    if compile:
-        compiled = cfg.model.get("backbone", cfg.model)
-        compiled.compile = compiled.get("compile") or True
-    cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(path).stem}"
+    cfg.merge_from_dict(copy.deepcopy(dict(options or {})))
+    _fit_schedule(cfg, length)
+    if data_root is not None:
+        for _, loader in loaders(cfg):
+            for dataset in datasets(loader.dataset):
+                dataset.data_root = data_root
+    return cfg
+
+
+def complete(cfg: Config) -> None:
+    """Set what a config leaves out.
+
+    Nothing that it has is changed, but for stock parts that cannot resume anywhere: mmengine's loop
+    by epochs, the sampler of the training, and the checkpoint hook become ours.
+    """
+    ours = read_config(CONFIGS / "_base_" / "runtime.py")
+    for name in ("default_scope", "log_level", "resume", "load_from"):
+        cfg.setdefault(name, ours[name])
+    cfg.randomness = {"seed": None, **(cfg.get("randomness") or {})}
+    cfg.default_hooks = {**ours.default_hooks, **(cfg.get("default_hooks") or {})}
+    if "test_dataloader" not in cfg and cfg.get("val_dataloader"):
+        for part in ("dataloader", "evaluator"):
+            cfg[f"test_{part}"] = copy.deepcopy(cfg[f"val_{part}"])
+    for name in ("val", "test"):
+        if cfg.get(f"{name}_dataloader"):
+            cfg[f"{name}_cfg"] = cfg.get(f"{name}_cfg") or {}
+        else:
+            cfg.update({f"{name}_{part}": None for part in ("dataloader", "cfg", "evaluator")})
+    for name, loader in loaders(cfg):
+        train = name == "train_dataloader"
+        for key, value in (("num_batch_per_epoch", None), ("num_workers", 0), ("batch_size", 1)):
+            loader.setdefault(key, value)
+        if not loader.keys() & {"sampler", "batch_sampler"}:
+            loader.sampler = {"type": "DefaultSampler", "shuffle": train}
+        sampler: Any = loader.get("sampler") or {}
+        stock = name_of(sampler.get("type")) == "DefaultSampler"
+        if stock and train:
+            sampler.type = "ResumableSampler"
+        elif stock:
+            sampler.setdefault("round_up", False)  # no image counts twice in several processes
+    checkpoint: Any = cfg.default_hooks.checkpoint or {}
+    if name_of(checkpoint.get("type")) == "CheckpointHook":
+        checkpoint.type = ours.default_hooks.checkpoint.type
+    loop: Any = cfg.get("train_cfg") or {}
+    stock = name_of(loop.get("type")) == "EpochBasedTrainLoop"
+    if stock or ("type" not in loop and loop.get("by_epoch")):
+        loop.pop("by_epoch", None)
+        loop.type = "ResumableEpochLoop"
+
+
+def resolve(cfg: Config) -> Config:
+    """Set what depends on this machine, or on several keys, in place; return the config."""
     for name, loader in loaders(cfg):
         for dataset in datasets(loader.dataset):
-            if data_root is not None:
-                dataset.data_root = data_root
             if str(dataset.get("ann_file")).endswith((".pkl", ".pickle")):
                 raise InputError(f"{dataset.ann_file} could run code: save it as .json")
-            if dataset.type in _FOLDERS:
+            if name_of(dataset.type) in FOLDERS:
                 dataset.setdefault("extensions", list(IMAGE_SUFFIXES))  # all we read
-            if dataset.type == "ImagesInMemory":  # on the GPU, if there is one
+            if name_of(dataset.type) == "ImagesInMemory":  # on the GPU, if there is one
                 collate = {"type": "collate_fetched"}
                 loader.update(num_workers=0, pin_memory=False, collate_fn=collate)
-        _set_loading(loader, name)
+        if loader.num_workers == "auto":
+            loader.num_workers = data_workers()
+        # Workers of validation end with it: those of training already take all cores.
+        persistent = name == "train_dataloader" and loader.get("persistent_workers", True)
+        loader.persistent_workers = persistent and loader.num_workers > 0
+        loader.pin_memory = torch.cuda.is_available() and loader.get("pin_memory", True)
+        batches = loader.pop("num_batch_per_epoch")
+        if batches is not None:  # mmengine would take the first ones
+            if name_of(loader.sampler.type) == "DefaultSampler":
+                loader.sampler.type = "ResumableSampler"  # which does the same
+            loader.sampler.num_samples = batches * loader.batch_size
     return cfg
 
 
@@ -117,45 +217,16 @@ def datasets(dataset: Any) -> Iterator[Any]:
         yield from datasets(each)
 
 
-def _complete(cfg: Config) -> None:
-    """Add what a config leaves out; our loop and sampler, which resume anywhere, replace stock."""
-    cfg.randomness = {"seed": None, **(cfg.get("randomness") or {})}
-    cfg.setdefault("resume", False)
-    cfg.setdefault("load_from", None)
-    for name in ("val", "test"):
-        if not cfg.get(f"{name}_dataloader"):
-            cfg.update({f"{name}_{part}": None for part in ("dataloader", "cfg", "evaluator")})
-    for name, loader in loaders(cfg):
-        loader.setdefault("num_batch_per_epoch", None)
-        sampler: Any = loader.get("sampler") or {}
-        if sampler.get("type") == "DefaultSampler" and name == "train_dataloader":
-            sampler.type = "ResumableSampler"
-        elif sampler.get("type") == "DefaultSampler":
-            sampler.setdefault("round_up", False)  # no image counts twice in several processes
-    ours = Config.fromfile(CONFIGS / "_base_" / "runtime.py").default_hooks
-    cfg.default_hooks = {**ours, **(cfg.get("default_hooks") or {})}
-    checkpoint: Any = cfg.default_hooks.checkpoint or {}
-    if checkpoint.get("type") == "CheckpointHook":
-        checkpoint.type = ours.checkpoint.type
-    loop: Any = cfg.get("train_cfg") or {}
-    if loop.get("type") == "EpochBasedTrainLoop" or ("type" not in loop and loop.get("by_epoch")):
-        loop.pop("by_epoch", None)
-        loop.type = "ResumableEpochLoop"
+def place_of(dataset: Any) -> tuple[str, str]:
+    """Return root and prefix of the images of a data set."""
+    return dataset.get("data_root") or "", dataset.get("split") or dataset.get("data_prefix") or ""
 
 
-def _set_loading(loader: Any, name: str) -> None:
-    """Set the workers of a loader, and let the sampler shorten epochs; mmengine cuts them off."""
-    if loader.setdefault("num_workers", 0) == "auto":
-        loader.num_workers = data_workers()
-    # Workers of validation end with it: those of training already take all cores.
-    persistent = name == "train_dataloader" and loader.get("persistent_workers", True)
-    loader.persistent_workers = persistent and loader.num_workers > 0
-    loader.pin_memory = torch.cuda.is_available() and loader.get("pin_memory", True)
-    batches = loader.pop("num_batch_per_epoch")
-    if batches is not None:
-        if loader.sampler.type == "DefaultSampler":
-            loader.sampler.type = "ResumableSampler"  # which does the same
-        loader.sampler.num_samples = batches * loader.get("batch_size", 1)
+def listed(value: Any) -> list[Any]:
+    """Return a list; a config may have one dict or number instead of a list, or None."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def set_autocast(cfg: Config) -> None:
@@ -164,8 +235,14 @@ def set_autocast(cfg: Config) -> None:
     for key in ("loss_scale", "dtype"):  # of mmengine's AmpOptimWrapper
         cfg.optim_wrapper.pop(key, None)
     if cfg.val_cfg is not None:
-        cfg.val_cfg.fp16 = True  # mmengine's name for autocast, which is in float16 by default
-        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        cfg.val_cfg.fp16 = True  # mmengine's name for autocast
+
+
+def set_precision(optim_wrapper: Any) -> None:
+    """Let this process use TF32 on GPUs, and validate in the 16 bits of a type of optimisation."""
+    torch.set_float32_matmul_precision("high")
+    if name_of(optim_wrapper) == "AutocastOptimWrapper":
+        torch.set_autocast_dtype("cuda", torch.bfloat16)  # by default it is float16
 
 
 def data_workers() -> int:
@@ -182,17 +259,80 @@ def data_workers() -> int:
 
 
 def _check_option(cfg: Config, key: str) -> None:
-    """Refuse a dotted key that the config does not have; mmengine adds it silently."""
-    node: Any = cfg.to_dict()
+    """Refuse a dotted key that is neither in a config nor an argument of the ``type`` there."""
+    node, place = cfg.to_dict(), ""
     for part in key.split("."):
         if isinstance(node, list | tuple):
             node = {str(index): each for index, each in enumerate(node)}
-        known = [str(name) for name in node] if isinstance(node, dict) else []
+        known = {str(name) for name in node} if isinstance(node, dict) else set()
         if part not in known:
-            close = difflib.get_close_matches(part, known, cutoff=0.5)
+            kind = node.get("type") or _UNTYPED.get(place) if isinstance(node, dict) else None
+            arguments = _arguments(kind) if kind else set()
+            if part in arguments:
+                return
+            close = difflib.get_close_matches(part, known | arguments, cutoff=0.5)
             there = ", ".join(close or sorted(known))
             raise InputError(f"--cfg-options {key}: there is no {part!r}; there is {there}")
-        node = node[part]
+        node, place = node[part], part
+
+
+def _arguments(kind: Any) -> set[str]:
+    """Return the arguments of a registered class, and of its bases, which ``**kwargs`` reach."""
+    found: list[Any] = []
+    if name_of(kind) == "TimmClassificationBackbone":
+        found.append(TokenFormerViT)
+    for registry in REGISTRIES:
+        with suppress(RuntimeError):  # mmengine's, for an unknown name
+            found.append(registry.get(kind))
+    classes = [each for one in found if inspect.isclass(one) for each in inspect.getmro(one)]
+    return {name for each in classes for name in inspect.signature(each.__init__).parameters}
+
+
+def run_length(cfg: Config) -> int:
+    """Return the epochs of a run, or its iterations if it counts these; 0 without a training."""
+    loop: Any = cfg.get("train_cfg") or {}
+    return loop.get("max_epochs") or loop.get("max_iters") or 0
+
+
+def _scale_schedule(cfg: Config, length: int, before: int) -> None:
+    """Scale all times of the schedules, and the reach of the averaged weights, with a run."""
+    for part in listed(cfg.get("param_scheduler")):
+        for key in part.keys() & {"begin", "end", "T_max"}:
+            part[key] = part[key] * length / before
+            if part.get("by_epoch", True) and not part[key].is_integer():
+                part.convert_to_iter_based = True
+            else:
+                part[key] = max(round(part[key]), int(key != "begin"))
+        for key in part.keys() & {"step_size", "milestones", "periods"}:
+            times = [max(1, round(time * length / before)) for time in listed(part[key])]
+            part[key] = times if isinstance(part[key], list | tuple) else times[0]
+    average: Any = cfg.default_hooks.get("ema") or {}
+    if "momentum" in average:
+        average.momentum = min(0.5, average.momentum * before / length)
+
+
+def _outside(cfg: Config) -> list[tuple[int, Any]]:
+    """Return the schedules, with their numbers, that do not begin and end within the run."""
+    length, by_epoch = run_length(cfg), "max_epochs" in (cfg.get("train_cfg") or {})
+    parts = enumerate(listed(cfg.get("param_scheduler")))
+    own = [(n, part) for n, part in parts if part.get("by_epoch", True) == by_epoch]
+    return [(n, p) for n, p in own if not p.get("begin", 0) < p.get("end", length) <= length]
+
+
+def _fit_schedule(cfg: Config, before: int) -> None:
+    """Scale schedules that were for a run of length ``before`` and do not fit into this one."""
+    length = run_length(cfg)
+    if _outside(cfg) and before == length and cfg.filename:
+        for base in _Config._get_base_files(cfg.filename):
+            inherited, _ = _Config._get_cfg_path(base, cfg.filename)
+            before = run_length(read_config(inherited)) or before
+    if _outside(cfg) and before != length:
+        _scale_schedule(cfg, length, before)
+        _log.warning(f"param_scheduler is scaled: it was for a run of {before}, not {length}")
+    for index, part in _outside(cfg):
+        if part.get("begin", 0) < length < part.get("end", 0):
+            _log.warning(f"param_scheduler.{index} ends with the run, at {length}, not {part.end}")
+            part.end = length
 
 
 def check_config(cfg: Config) -> None:
@@ -203,90 +343,33 @@ def check_config(cfg: Config) -> None:
     """
     prepares = cfg.model.get("data_preprocessor") or cfg.get("data_preprocessor") or {}
     pipeline = next(datasets(cfg.train_dataloader.dataset)).get("pipeline") or [{}]
-    first, last = (pipeline[place].get("type") for place in (0, -1))
+    first, last = (name_of(pipeline[place].get("type")) for place in (0, -1))
     if first == "LoadImage" and prepares.get("to_rgb"):
         raise InputError("LoadImage gives RGB: set data_preprocessor.to_rgb=False")
     mixes = (cfg.model.get("train_cfg") or {}).get("augments")
-    if mixes and last == "PackLabels" and prepares.get("type") != "LabelPreprocessor":
+    if mixes and last == "PackLabels" and name_of(prepares.get("type")) != "LabelPreprocessor":
         raise InputError("only a LabelPreprocessor mixes labels of PackLabels; use PackInputs")
     if cfg.train_dataloader.get("sampler", {}) is None:
         raise InputError("train_dataloader.sampler=None does not shuffle: set a ResumableSampler")
-    wrapper = cfg.get("model_wrapper_cfg") or {}
-    if cfg.optim_wrapper.get("accumulative_counts", 1) > 1 and wrapper.get("static_graph"):
-        raise InputError("gradients accumulate only with model_wrapper_cfg.static_graph=False")
-    nested = cfg.model.type == "NestedClassifier" or cfg.model.get("sandwich")
+    nested = name_of(cfg.model.type) == "NestedClassifier" or cfg.model.get("sandwich")
     if nested and cfg.get("activation_checkpointing"):
         # The backward pass would compute blocks again at another size.
         raise InputError("a nested model needs activation_checkpointing=None")
     check_schedule(cfg)
-    figures = _figures(cfg)
-    for key, name in _monitors(cfg):
-        if figures and name.partition("_at_")[0] not in figures:
-            raise InputError(f"{key} is {name!r}, but validation measures {', '.join(figures)}")
-    optimizer = str((cfg.optim_wrapper.get("optimizer") or {}).get("type")).rpartition(".")[2]
-    starts = listed((cfg.model.get("head") or {}).get("init_cfg"))
-    zero = any(start.get("type") == "Constant" and not start.get("val") for start in starts)
-    if zero and optimizer.lower() in ("lamb", "lars"):
-        warnings.warn(
-            f"{optimizer} hardly moves a head that starts at 0: set model.head.init_cfg="
-            "dict(_delete_=True, type='TruncNormal', layer='Linear', std=0.02)",
-            stacklevel=2,
-        )
 
 
 def check_schedule(cfg: Config) -> None:
     """Refuse a schedule of the learning rate that does not fit into the run."""
-    limit = "max_iters" if "max_iters" in cfg.train_cfg else "max_epochs"
-    length = cfg.train_cfg[limit]
+    limit = "max_iters" if "max_iters" in (cfg.get("train_cfg") or {}) else "max_epochs"
     for index, part in enumerate(listed(cfg.get("param_scheduler"))):
-        by_epoch, begin = part.get("by_epoch", True), part.get("begin", 0)
-        if by_epoch and limit == "max_iters" and not part.get("convert_to_iter_based"):
+        converted = part.get("convert_to_iter_based") or not part.get("by_epoch", True)
+        if limit == "max_iters" and not converted:
             raise InputError(f"param_scheduler.{index} counts epochs: set by_epoch=False")
-        end = part.get("end", length)
-        if by_epoch == (limit == "max_epochs") and not begin < end <= length:
-            raise InputError(
-                f"param_scheduler.{index} is from {begin} to {end}, but train_cfg.{limit} is "
-                f"{length}: also set param_scheduler.{index}.begin and end, or param_scheduler=[]"
-            )
-
-
-def _figures(cfg: Config) -> list[str]:
-    """Return the names of what validation measures, and ``auto``; nothing if they are unknown."""
-    names = ["auto"]
-    for metric in listed(cfg.get("val_evaluator")):
-        ranks = {"Accuracy": (1,), "AccuracyAndLoss": (1, 5)}.get(metric["type"])
-        if metric["type"] == "ReconstructionError":
-            names.append("reconstruction/error")
-        elif ranks and not metric.keys() & {"thrs", "prefix"}:
-            names += [f"accuracy/top{k}" for k in listed(metric.get("topk", ranks))]
-            names += ["cross_entropy"] * (metric["type"] == "AccuracyAndLoss")
-        else:
-            return []
-    return names
-
-
-def _monitors(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield keys of the config that name a figure of validation, and the names."""
-    for name in listed((cfg.default_hooks.get("checkpoint") or {}).get("save_best")):
-        yield "default_hooks.checkpoint.save_best", name
-    for index, part in enumerate(listed(cfg.get("param_scheduler"))):
-        if "ReduceOnPlateau" in str(part["type"]):
-            yield f"param_scheduler.{index}.monitor", part.get("monitor", "val_loss")
-    for index, hook in enumerate(listed(cfg.get("custom_hooks"))):
-        if hook["type"] == "EarlyStoppingHook":
-            yield f"custom_hooks.{index}.monitor", hook["monitor"]
-
-
-def name_of(kind: Any) -> str:
-    """Return the name of a ``type`` in a config: a class, or a name with or without its module."""
-    return str(getattr(kind, "__name__", kind)).rpartition(".")[2]
-
-
-def listed(value: Any) -> list[Any]:
-    """Return a list; a config may have one dict or number instead of a list, or None."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+    for index, part in _outside(cfg):
+        raise InputError(
+            f"param_scheduler.{index} begins at {part.get('begin', 0)}, but train_cfg.{limit} is "
+            f"{run_length(cfg)}: also set its begin and end, or param_scheduler=[]"
+        )
 
 
 def check_folders(cfg: Config, names: Sequence[str]) -> None:
@@ -295,12 +378,9 @@ def check_folders(cfg: Config, names: Sequence[str]) -> None:
     Files that are no images are counted on stderr.
     """
     found = [each for name in names if cfg.get(name) for each in datasets(cfg[name].dataset)]
-    for root, part, labels in dict.fromkeys(
-        (each.data_root, each.get("split") or each.get("data_prefix"), each.get("with_label", True))
-        for each in found
-        if each.type in _FOLDERS and not each.get("ann_file")
-    ):
-        folder = Path(root, part or "")
+    parts = [each for each in found if name_of(each.type) in FOLDERS and not each.get("ann_file")]
+    for root, part, labels in {(*place_of(each), each.get("with_label", True)) for each in parts}:
+        folder = Path(root, part)
         if Path(root, "meta", f"{part}.txt").is_file():
             continue  # ImageNet's list of images
         if not folder.is_dir():
@@ -308,39 +388,71 @@ def check_folders(cfg: Config, names: Sequence[str]) -> None:
                 f"there is no folder {folder}: give `--data-root` a folder that holds train/ and "
                 "val/ with a folder for each class (`tokenformer-vit prepare-data` makes one)"
             )
-        for path in chain(*class_images(folder).values()) if labels else images_in(folder):
-            if not os.path.isfile(path):
-                raise InputError(f"{path} is a broken link: replace or delete it")
+        images = chain(*class_images(folder).values()) if labels else images_in(folder)
+        for place in {os.path.dirname(image) for image in images}:
+            for link in os.scandir(place):  # which tells links without a look at each file
+                if link.is_symlink() and not os.path.exists(link.path):
+                    raise InputError(f"{link.path} is a broken link: replace or delete it")
         hidden = [each.name for each in folder.iterdir() if each.is_dir() and is_hidden(each.name)]
         if labels and hidden:
             raise InputError(f"mmpretrain takes folders of {folder} for classes: move {hidden}")
 
 
-def write_config(cfg: Config) -> None:
-    """Write a config into the work directory, unless it was read there: a copy repeats the run."""
-    path = Path(cfg.work_dir, Path(cfg.filename).name)
-    if not (path.exists() and path.samefile(cfg.filename)):
-        write_whole(path, Config({k: cfg[k] for k in cfg if k != "work_dir"}).pretty_text.encode())
+def write_config(recipe: Config, replace: bool = False) -> None:
+    """Write a recipe into its work directory: a copy of the file repeats the run.
+
+    A file that was read there stays, unless it is to be replaced and says something else.
+    """
+    source = Path(recipe.filename)
+    path = Path(recipe.work_dir, source.name)
+    there = path.exists() and path.samefile(source)
+    if there and not (replace and _content(load_recipe(path)) != _content(recipe)):
+        return
+    lines = source.read_text(encoding="utf-8").splitlines()
+    title = [f"{line}\n" for line in takewhile(lambda line: line.startswith("#"), lines)]
+    # mmengine would replace {{...}} in a text.
+    text = Config(_content(recipe)).pretty_text.replace("{{", r"{\x7b")
+    write_whole(path, "".join([*title, text]).encode())
+
+
+def _content(cfg: Config) -> dict[str, Any]:
+    return {key: value for key, value in cfg.to_dict().items() if key != "work_dir"}
+
+
+def drop_start(model: Any) -> None:
+    """Drop the weights from which a model starts: a checkpoint has all, and they may be gone."""
+    backbone = model.get("backbone") or {}
+    parts = (model, backbone, backbone.get("module"), model.get("neck"), model.get("head"))
+    for part in filter(None, parts):  # LoRA wraps a backbone
+        for start in ("checkpoint_path", "pretrained"):
+            part.pop(start, None)
+        if any("Pretrained" in str(each.get("type")) for each in listed(part.get("init_cfg"))):
+            part.pop("init_cfg")
 
 
 def choose_checkpoint(cfg: Config, resume: str | None) -> None:
     """Set what ``--resume`` resumes from, ``auto`` or a file, and protect other runs."""
     work_dir = Path(cfg.work_dir)
+    hook: Any = (cfg.get("default_hooks") or {}).get("checkpoint") or {}
+    folder = Path(hook.out_dir, work_dir.name) if hook.get("out_dir") else work_dir
     pointer = work_dir / "last_checkpoint"
     # The checkpoint of the best epoch has only weights.
-    written = [path for path in work_dir.glob("*.pth") if not path.name.startswith("best_")]
+    written = [path for path in folder.glob("*.pth") if not path.name.startswith("best_")]
     has_run = bool(written) or pointer.is_file()
     if resume is None and has_run:
         raise InputError(f"{work_dir} already holds a run: add --resume, or another --work-dir")
     if resume is None or (resume == "auto" and not has_run):
         return
+    last = Path(pointer.read_text().strip() if pointer.is_file() else folder)
+    places = [folder, work_dir, last.parent]  # the folder may have moved
     if resume != "auto":
         path = Path(resume)
     elif pointer.is_file():
-        path = work_dir / Path(pointer.read_text().strip()).name  # the folder may have moved
+        found = (place / last.name for place in places if (place / last.name).is_file())
+        path = next(found, last)
     else:  # killed before the first pointer was written; a file with this name is complete
         path = max(written, key=lambda path: path.stat().st_mtime)
-    if has_run and path.resolve().parent != work_dir.resolve():
+    if has_run and path.resolve().parent not in [place.resolve() for place in places]:
         raise InputError(
             f"{path} is not in {work_dir}, which already holds a run: choose another --work-dir"
         )

@@ -7,7 +7,7 @@ mmpretrain.
 # ruff: noqa: F401
 
 from mmcv.transforms import BaseTransform
-from mmengine.config import Config, ConfigDict, DictAction
+from mmengine.config import Config, ConfigDict
 from mmengine.dataset import Compose, DefaultSampler, default_collate, force_full_init
 from mmengine.device import get_device
 from mmengine.dist import (
@@ -60,6 +60,7 @@ from mmengine.registry import (
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS as CONSTRUCTORS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner, set_random_seed
 from mmengine.runner.base_loop import BaseLoop
+from mmpretrain import registry
 from mmpretrain.datasets import BaseDataset, CustomDataset, PackInputs
 from mmpretrain.datasets import transforms as stock
 from mmpretrain.engine import LearningRateDecayOptimWrapperConstructor
@@ -78,3 +79,5 @@ from mmpretrain.registry import DATASETS, METRICS, MODELS, TRANSFORMS
 from mmpretrain.utils import register_all_modules
 
 register_all_modules(init_default_scope=False)
+# Each of mmpretrain's registries also finds what is in mmengine's of the same kind.
+REGISTRIES = [getattr(registry, name) for name in registry.__all__]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenformer_vit.files import whole_file
+from tokenformer_vit.models.compilation import blocks_of, compile_blocks
 
 from .checkpoint import load_plain_checkpoint, safe_loading
 from .config import listed, name_of
@@ -105,6 +106,14 @@ class TrainingRunner(Runner):
         self.termination = Termination()
         super().__init__(*args, train_dataloader=seeded_loader(train_dataloader), **kwargs)
 
+    def build_param_scheduler(self, scheduler: Any) -> Any:
+        """Build the schedules; each has an iteration at least, however short the run is."""
+        batches = len(self.train_dataloader)
+        for part in listed(scheduler):
+            if isinstance(part, dict) and part.get("convert_to_iter_based") and "end" in part:
+                part["end"] = max(part["end"], part.get("begin", 0) + 1.5 / batches)
+        return super().build_param_scheduler(scheduler)
+
     def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
         """Build the logger, and keep the start of a run off the terminal."""
         logger = super().build_logger(*args, **kwargs)
@@ -114,10 +123,15 @@ class TrainingRunner(Runner):
         return logger
 
     def build_model(self, model: Any) -> nn.Module:
-        """Build the model; fused attention is slow on a CPU in bfloat16, in the backward pass."""
+        """Build the model, and compile its blocks if the config has ``compile=True``."""
         built: Any = super().build_model(model)
+        if self.cfg.get("compile"):
+            compiled: Any = getattr(built, "backbone", built)
+            parts = (part for part in compiled.modules() if isinstance(blocks_of(part), nn.Module))
+            compile_blocks(next(parts, compiled))
         wrapper = name_of((self.cfg.get("optim_wrapper") or {}).get("type"))
         if wrapper == AutocastOptimWrapper.__name__ and not torch.cuda.is_available():
+            # The backward pass of fused attention is slow on a CPU in bfloat16.
             for module in built.modules():
                 if hasattr(module, "fused_attn"):
                     module.fused_attn = False

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from ..config import name_of
 from ..engine import DATA_SAMPLERS, DATASETS, DefaultSampler
 
 
@@ -138,6 +139,6 @@ def seeded(*key: int) -> Iterator[None]:
 def seeded_loader(loader: Any) -> Any:
     """Put the data set of a loader's config inside :class:`Seeded` if it has our sampler."""
     kind = (loader.get("sampler") or {}).get("type") if isinstance(loader, dict) else None
-    if kind not in (ResumableSampler, ResumableSampler.__name__):
+    if name_of(kind) != ResumableSampler.__name__:
         return loader
     return {**loader, "dataset": {"type": Seeded, "dataset": loader["dataset"]}}
