@@ -12,15 +12,15 @@ SOURCE = (ROOT / "tokenformer_vit/__init__.py").read_text(encoding="utf-8")
 (VERSION,) = re.findall(r'^__version__ = "(.+)"$', SOURCE, re.MULTILINE)
 
 TRAIN = [
-    # mmengine 0.10.7, the last final release, cannot resume under torch >= 2.6; naming the
-    # release candidate here is what lets pip choose it.
-    "mmengine>=0.11.0rc3,<1.0",
-    "mmcv-lite>=2.2.0,<2.4",
-    "mmpretrain>=1.2.0,<2.0",
-    "opencv-python>=4.11",  # copies and resizes pixels; mmcv-lite needs it, too
+    # The maintained forks of mmengine, mmcv and mmpretrain, which import by the same names: the
+    # originals cannot train on Python 3.14. pip builds onedl-mmcv without compiled operators.
+    "onedl-mmengine>=0.10.12,<1.0",
+    "onedl-mmcv>=2.3.6,<2.4",
+    "onedl-mmpretrain>=1.3.6,<2.0",
+    "opencv-python>=4.11",  # copies and resizes pixels; mmcv needs it, too
     "simplejpeg>=1.9",  # decodes JPEGs; without it Pillow does
     "matplotlib>=3.10",
-    "pandas>=2.2.3",  # the tables of ablations
+    "pandas>=2.2.3",  # the tables of tests and ablations
     "scikit-learn>=1.6",  # the digits of the demonstration
 ]
 # Before 14.0.1 a Parquet file ran code (CVE-2023-47248); before 23.0.1 Arrow's own reader of IPC
@@ -31,7 +31,7 @@ ARROW = [
     "huggingface_hub>=0.34",  # its command is `hf` since then
 ]
 LANGUAGE = [
-    "transformers>=5.24",  # before, caches had another name
+    "transformers>=5.24",  # before, caches had another name; it needs Python 3.11
     "tokenizers>=0.22",
     "zstandard>=0.23",  # reads the Pile
 ]
@@ -65,7 +65,7 @@ setup(
     entry_points={"console_scripts": ["tokenformer-vit = tokenformer_vit.__main__:main"]},
     python_requires=">=3.10",
     # `nox -s floor` runs the tests with the lowest versions that fit. The bounds without a comment
-    # are from about the time of Python 3.13, the newest that is tested.
+    # are from about the time of Python 3.13.
     install_requires=[
         # torch.load(weights_only=True) ran code before 2.6 (CVE-2025-32434) and corrupted memory
         # before 2.10 (CVE-2026-24747). torchvision 0.25 is the release for torch 2.10.
@@ -104,7 +104,7 @@ setup(
     },
     classifiers=[
         "Programming Language :: Python :: 3",
-        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 15)),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

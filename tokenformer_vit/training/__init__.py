@@ -9,7 +9,7 @@ registries and replaces nothing.
 import warnings
 
 with warnings.catch_warnings():
-    # mmcv-lite has no compiled operators, and needs none here.
+    # mmcv comes without compiled operators, and needs none here.
     warnings.filterwarnings("ignore", message="Fail to import ``MultiScaleDeformable")
     from . import checkpoint, distributed, hooks, loop, metrics, optim, reports, runner
     from .data import augment, images, mixing, sampler

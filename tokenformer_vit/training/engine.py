@@ -1,7 +1,7 @@
 """All that comes from mmengine, mmcv and mmpretrain: a fork or a successor changes this file.
 
-``onedl-mmengine`` and ``onedl-mmpretrain`` have the same names. An import registers the classes of
-mmpretrain.
+They are the maintained forks ``onedl-mmengine``, ``onedl-mmcv`` and ``onedl-mmpretrain``, or the
+originals, which have the same names. An import registers the classes of mmpretrain.
 """
 
 # ruff: noqa: F401
