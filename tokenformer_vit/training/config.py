@@ -219,7 +219,8 @@ def datasets(dataset: Any) -> Iterator[Any]:
 
 def place_of(dataset: Any) -> tuple[str, str]:
     """Return root and prefix of the images of a data set."""
-    return dataset.get("data_root") or "", dataset.get("split") or dataset.get("data_prefix") or ""
+    part = dataset.get("split") or dataset.get("data_prefix") or ""
+    return dataset.get("data_root") or "", part if isinstance(part, str) else part["img_path"]
 
 
 def listed(value: Any) -> list[Any]:
@@ -379,7 +380,8 @@ def check_folders(cfg: Config, names: Sequence[str]) -> None:
     """
     found = [each for name in names if cfg.get(name) for each in datasets(cfg[name].dataset)]
     parts = [each for each in found if name_of(each.type) in FOLDERS and not each.get("ann_file")]
-    for root, part, labels in {(*place_of(each), each.get("with_label", True)) for each in parts}:
+    places = ((*place_of(each), each.get("with_label", True)) for each in parts)
+    for root, part, labels in dict.fromkeys(places):
         folder = Path(root, part)
         if Path(root, "meta", f"{part}.txt").is_file():
             continue  # ImageNet's list of images
@@ -389,9 +391,10 @@ def check_folders(cfg: Config, names: Sequence[str]) -> None:
                 "val/ with a folder for each class (`tokenformer-vit prepare-data` makes one)"
             )
         images = chain(*class_images(folder).values()) if labels else images_in(folder)
-        for place in {os.path.dirname(image) for image in images}:
+        for place in dict.fromkeys(map(os.path.dirname, images)):
             for link in os.scandir(place):  # which tells links without a look at each file
-                if link.is_symlink() and not os.path.exists(link.path):
+                image = link.name.lower().endswith(IMAGE_SUFFIXES)
+                if image and link.is_symlink() and not os.path.exists(link.path):
                     raise InputError(f"{link.path} is a broken link: replace or delete it")
         hidden = [each.name for each in folder.iterdir() if each.is_dir() and is_hidden(each.name)]
         if labels and hidden:

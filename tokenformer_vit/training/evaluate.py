@@ -84,6 +84,8 @@ def written_config(weights: Path) -> Path | None:
 def described_config(weights: Path) -> Config:
     """Make the config of a test from what an export, or a checkpoint, says of its model."""
     model: Any = load_model(None, weights)
+    if not model.num_classes:
+        raise InputError(f"{weights} has no classifier: give a model that was trained to classify")
     images, described = resolve_input_data_config(model), description_of(weights)
     cfg = Config(read_config("imagenet_base").to_dict())  # without its name
     backbone = {"model_name": described["architecture"], **described["model_args"]}
@@ -141,12 +143,14 @@ def configure_test(cfg: Config, weights: Path, out: Path, data_root: str | None 
 
 def _find_images(dataset: Any, data_root: str | None, classes: Sequence[str] | None) -> None:
     """Point a data set at the images in ``data_root``, and give it the classes of a checkpoint."""
-    (before, part), root = place_of(dataset), data_root or place_of(dataset)[0]
+    before, part = place_of(dataset)
+    root = before if data_root is None else data_root
     moved = Path(before).resolve() != Path(root).resolve()
-    dataset.data_root = root
+    if data_root is not None:
+        dataset.data_root = data_root
     if name_of(dataset.type) not in FOLDERS or Path(root, "meta", f"{part}.txt").is_file():
         return
-    if not root and not part:
+    if not root and not part and not dataset.get("ann_file"):
         raise InputError("the weights name no images: give a folder of them with --data-root")
     if moved and os.path.isabs(dataset.get("ann_file") or ""):  # of the other images
         dataset.ann_file = ""
@@ -231,13 +235,13 @@ def run_test(cfg: Config, cfg_options: Mapping[str, Any] | None = None) -> None:
         **environment(),
         "classes": [] if classes is None else classes.to_dict("records"),
     }
-    for name, value in record["metrics"].items():
-        if np.ndim(value) == 0:
-            print(f"{name}: {value:.3f}")
     folder = Path(cfg.work_dir)
     text = json.dumps(record, indent=1, ensure_ascii=False, default=_plain) + "\n"
     # Undecodable bytes in a folder's name become escapes, which JSON can hold.
     write_whole(folder / "metrics.json", text.encode(errors="backslashreplace"))
+    for name, value in json.loads(text)["metrics"].items():
+        if isinstance(value, int | float):
+            print(f"{name}: {value:.3f}")
     if rows is None or classes is None:
         return
     if len(classes) <= _MANY:
