@@ -87,7 +87,7 @@ def name_of(kind: Any) -> str:
     return getattr(kind, "__name__", None) or str(kind).rpartition(".")[2]
 
 
-def load_config(path: str | Path, *args: Any, **kwargs: Any) -> Config:
+def load_config(path: str | Path | Config, *args: Any, **kwargs: Any) -> Config:
     """Return the config of a run on this machine: :func:`resolve` of :func:`load_recipe`."""
     return resolve(load_recipe(path, *args, **kwargs))
 

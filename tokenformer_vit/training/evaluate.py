@@ -58,7 +58,7 @@ class ClassFolders(CustomDataset):
     def load_data_list(self) -> list[dict]:
         """List the images, with the labels that ``classes`` give to the names of the folders."""
         found = class_images(self.img_prefix)
-        numbers = labels_for(self.CLASSES, list(found))
+        numbers = labels_for(list(self.CLASSES or ()), list(found))
         pairs = zip(numbers, found.values(), strict=True)
         return [{"img_path": path, "gt_label": n} for n, paths in pairs for path in paths]
 
@@ -216,7 +216,8 @@ def run_test(cfg: Config, cfg_options: Mapping[str, Any] | None = None) -> None:
     meta = checkpoint.get("meta") or {}
     epoch = meta.get("epoch")  # an exported file does not say it
     averaged = meta.get("averaged", "ema_state_dict" in checkpoint)
-    own, dataset = runner.test(), runner.test_dataloader.dataset
+    own = runner.test()
+    dataset: Any = runner.test_dataloader.dataset
     figures, rows = hook.found(len(dataset))
     if not is_main_process():
         return
@@ -246,10 +247,10 @@ def run_test(cfg: Config, cfg_options: Mapping[str, Any] | None = None) -> None:
         return
     if len(classes) <= _MANY:
         print(classes.drop(columns="index").to_string(index=False, float_format="%.2f"))
-    draw_confusion(rows.label, rows.predicted, classes["class"], folder / "confusion_matrix.png")
+    names = list(classes["class"])
+    draw_confusion(rows.label, rows.predicted, names, folder / "confusion_matrix.png")
     _write_csv(folder / "per_class.csv", classes)
-    names = dict(enumerate(classes["class"]))
-    named = {key: rows[key].map(names) for key in ("label", "predicted")}
+    named = {key: rows[key].map(dict(enumerate(names))) for key in ("label", "predicted")}
     _write_csv(folder / "predictions.csv", rows.assign(**named))
 
 
