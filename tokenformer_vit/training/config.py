@@ -122,7 +122,8 @@ def load_recipe(
         if "max_epochs" not in cfg.train_cfg:
             raise InputError(f"{path} counts iterations: give train_cfg.max_iters, not --epochs")
         before, cfg.train_cfg.max_epochs = cfg.train_cfg.max_epochs, epochs
-        _scale_schedule(cfg, epochs, before)
+        if before != epochs:
+            _scale_schedule(cfg, epochs, before)
     length = run_length(cfg)
     for key in options or {}:
         _check_option(cfg, key)
