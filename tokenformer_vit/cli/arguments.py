@@ -66,10 +66,10 @@ class Options(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         """Add the words to those of earlier uses of the option."""
-        found = dict(getattr(namespace, self.dest) or {})
+        found, bools = dict(getattr(namespace, self.dest) or {}), {"true": "True", "false": "False"}
         for key, _, value in (word.partition("=") for word in values):
             try:
-                found[key] = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
+                found[key] = ast.literal_eval(bools.get(value) or value)
             except (ValueError, SyntaxError):
                 found[key] = value
         setattr(namespace, self.dest, found)

@@ -42,7 +42,8 @@ def main(argv: list[str]) -> None:
     cfg = load_config(config, options, compile=args.compile)
     if "log_level" not in options:
         cfg.log_level = "WARNING"  # a test logs little
-    out = args.out or weights.parent / "test"
+    place = weights.parent if Path(args.words[-1]).exists() else Path("work_dirs", args.words[-1])
+    out = args.out or place / "test"  # a model of this package is only a name
     evaluate.configure_test(cfg, weights, out, args.data_root)
     if is_first(args.launcher):
         check_folders(cfg, ("test_dataloader",))

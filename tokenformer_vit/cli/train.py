@@ -92,8 +92,8 @@ def _recipe(args: argparse.Namespace) -> Any:
 
     typed = {"randomness.seed": args.seed, "train_dataloader.batch_size": args.batch_size}
     options = (args.cfg_options or {}) | {k: v for k, v in typed.items() if v is not None}
-    where = (args.data_root, args.work_dir, args.compile, args.epochs)
-    cfg = load_recipe(args.config, options, *where)
+    how = (args.data_root, args.work_dir, args.compile, args.epochs)
+    cfg = load_recipe(args.config, options, *how)
     if args.amp:
         set_autocast(cfg)
     if args.auto_scale_lr:

@@ -58,7 +58,7 @@ _FREE = re.compile(
     r"(work_dir|experiment_name|load_from|resume|launcher|log_\w+|vis\w+|custom_imports|env_cfg)\b"
     r"|(val|test)_\w+\b"
     r"|default_hooks\.(?!ema)|.*\.(num_workers|pin_memory|prefetch_factor|persistent_workers)$"
-    r"|.*\.(data_root|data_prefix|ann_file|checkpoint_path)$"
+    r"|.*\.(data_root|data_prefix|ann_file|checkpoint_path|pretrained)$|.*\.init_cfg\b"
 )
 # A change of one of these changes the rate from then on.
 _RATE = re.compile(

@@ -87,7 +87,7 @@ def name_of(kind: Any) -> str:
     return getattr(kind, "__name__", None) or str(kind).rpartition(".")[2]
 
 
-def load_config(path: str | Path, *args: Any, **kwargs: Any) -> Config:
+def load_config(path: str | Path | Config, *args: Any, **kwargs: Any) -> Config:
     """Return the config of a run on this machine: :func:`resolve` of :func:`load_recipe`."""
     return resolve(load_recipe(path, *args, **kwargs))
 
@@ -122,7 +122,8 @@ def load_recipe(
         if "max_epochs" not in cfg.train_cfg:
             raise InputError(f"{path} counts iterations: give train_cfg.max_iters, not --epochs")
         before, cfg.train_cfg.max_epochs = cfg.train_cfg.max_epochs, epochs
-        _scale_schedule(cfg, epochs, before)
+        if before != epochs:
+            _scale_schedule(cfg, epochs, before)
     length = run_length(cfg)
     for key in options or {}:
         _check_option(cfg, key)
@@ -219,7 +220,8 @@ def datasets(dataset: Any) -> Iterator[Any]:
 
 def place_of(dataset: Any) -> tuple[str, str]:
     """Return root and prefix of the images of a data set."""
-    return dataset.get("data_root") or "", dataset.get("split") or dataset.get("data_prefix") or ""
+    part = dataset.get("split") or dataset.get("data_prefix") or ""
+    return dataset.get("data_root") or "", part if isinstance(part, str) else part["img_path"]
 
 
 def listed(value: Any) -> list[Any]:
@@ -379,7 +381,8 @@ def check_folders(cfg: Config, names: Sequence[str]) -> None:
     """
     found = [each for name in names if cfg.get(name) for each in datasets(cfg[name].dataset)]
     parts = [each for each in found if name_of(each.type) in FOLDERS and not each.get("ann_file")]
-    for root, part, labels in {(*place_of(each), each.get("with_label", True)) for each in parts}:
+    places = ((*place_of(each), each.get("with_label", True)) for each in parts)
+    for root, part, labels in dict.fromkeys(places):
         folder = Path(root, part)
         if Path(root, "meta", f"{part}.txt").is_file():
             continue  # ImageNet's list of images
@@ -389,9 +392,10 @@ def check_folders(cfg: Config, names: Sequence[str]) -> None:
                 "val/ with a folder for each class (`tokenformer-vit prepare-data` makes one)"
             )
         images = chain(*class_images(folder).values()) if labels else images_in(folder)
-        for place in {os.path.dirname(image) for image in images}:
+        for place in dict.fromkeys(map(os.path.dirname, images)):
             for link in os.scandir(place):  # which tells links without a look at each file
-                if link.is_symlink() and not os.path.exists(link.path):
+                image = link.name.lower().endswith(IMAGE_SUFFIXES)
+                if image and link.is_symlink() and not os.path.exists(link.path):
                     raise InputError(f"{link.path} is a broken link: replace or delete it")
         hidden = [each.name for each in folder.iterdir() if each.is_dir() and is_hidden(each.name)]
         if labels and hidden:

@@ -58,7 +58,7 @@ class ClassFolders(CustomDataset):
     def load_data_list(self) -> list[dict]:
         """List the images, with the labels that ``classes`` give to the names of the folders."""
         found = class_images(self.img_prefix)
-        numbers = labels_for(self.CLASSES, list(found))
+        numbers = labels_for(list(self.CLASSES or ()), list(found))
         pairs = zip(numbers, found.values(), strict=True)
         return [{"img_path": path, "gt_label": n} for n, paths in pairs for path in paths]
 
@@ -84,6 +84,8 @@ def written_config(weights: Path) -> Path | None:
 def described_config(weights: Path) -> Config:
     """Make the config of a test from what an export, or a checkpoint, says of its model."""
     model: Any = load_model(None, weights)
+    if not model.num_classes:
+        raise InputError(f"{weights} has no classifier: give a model that was trained to classify")
     images, described = resolve_input_data_config(model), description_of(weights)
     cfg = Config(read_config("imagenet_base").to_dict())  # without its name
     backbone = {"model_name": described["architecture"], **described["model_args"]}
@@ -141,12 +143,14 @@ def configure_test(cfg: Config, weights: Path, out: Path, data_root: str | None 
 
 def _find_images(dataset: Any, data_root: str | None, classes: Sequence[str] | None) -> None:
     """Point a data set at the images in ``data_root``, and give it the classes of a checkpoint."""
-    (before, part), root = place_of(dataset), data_root or place_of(dataset)[0]
+    before, part = place_of(dataset)
+    root = before if data_root is None else data_root
     moved = Path(before).resolve() != Path(root).resolve()
-    dataset.data_root = root
+    if data_root is not None:
+        dataset.data_root = data_root
     if name_of(dataset.type) not in FOLDERS or Path(root, "meta", f"{part}.txt").is_file():
         return
-    if not root and not part:
+    if not root and not part and not dataset.get("ann_file"):
         raise InputError("the weights name no images: give a folder of them with --data-root")
     if moved and os.path.isabs(dataset.get("ann_file") or ""):  # of the other images
         dataset.ann_file = ""
@@ -212,7 +216,8 @@ def run_test(cfg: Config, cfg_options: Mapping[str, Any] | None = None) -> None:
     meta = checkpoint.get("meta") or {}
     epoch = meta.get("epoch")  # an exported file does not say it
     averaged = meta.get("averaged", "ema_state_dict" in checkpoint)
-    own, dataset = runner.test(), runner.test_dataloader.dataset
+    own = runner.test()
+    dataset: Any = runner.test_dataloader.dataset
     figures, rows = hook.found(len(dataset))
     if not is_main_process():
         return
@@ -231,21 +236,21 @@ def run_test(cfg: Config, cfg_options: Mapping[str, Any] | None = None) -> None:
         **environment(),
         "classes": [] if classes is None else classes.to_dict("records"),
     }
-    for name, value in record["metrics"].items():
-        if np.ndim(value) == 0:
-            print(f"{name}: {value:.3f}")
     folder = Path(cfg.work_dir)
     text = json.dumps(record, indent=1, ensure_ascii=False, default=_plain) + "\n"
     # Undecodable bytes in a folder's name become escapes, which JSON can hold.
     write_whole(folder / "metrics.json", text.encode(errors="backslashreplace"))
+    for name, value in json.loads(text)["metrics"].items():
+        if isinstance(value, int | float):
+            print(f"{name}: {value:.3f}")
     if rows is None or classes is None:
         return
     if len(classes) <= _MANY:
         print(classes.drop(columns="index").to_string(index=False, float_format="%.2f"))
-    draw_confusion(rows.label, rows.predicted, classes["class"], folder / "confusion_matrix.png")
+    names = list(classes["class"])
+    draw_confusion(rows.label, rows.predicted, names, folder / "confusion_matrix.png")
     _write_csv(folder / "per_class.csv", classes)
-    names = dict(enumerate(classes["class"]))
-    named = {key: rows[key].map(names) for key in ("label", "predicted")}
+    named = {key: rows[key].map(dict(enumerate(names))) for key in ("label", "predicted")}
     _write_csv(folder / "predictions.csv", rows.assign(**named))
 
 
