@@ -156,15 +156,14 @@ def read_images(
 
 def check_images(folder: Path) -> bool:
     """Print which images of a folder cannot be read or have several pages; return if any cannot."""
-    images, bad = list_images([folder]), 0
-    for batch in read_images(images, {"input_size": (3, 1, 1)}, batch_size=32):
-        for path, image in batch:
-            bad += isinstance(image, InputError)
-            if isinstance(image, InputError):
-                print(f"unreadable: {image}")
-            elif path.suffix.lower() in (".tif", ".tiff"):
-                with opened(path) as tiff:
-                    if getattr(tiff, "n_frames", 1) > 1:
-                        print(f"of several pages, the first is used: {path}")
+    bad, read = 0, read_images(list_images([folder]), {"input_size": (3, 1, 1)}, batch_size=32)
+    for path, image in (each for batch in read for each in batch):
+        if isinstance(image, InputError):
+            bad += 1
+            print(f"unreadable: {image}")
+        elif path.suffix.lower() in (".tif", ".tiff"):
+            with opened(path) as tiff:
+                if getattr(tiff, "n_frames", 1) > 1:
+                    print(f"of several pages, the first is used: {path}")
     print(f"{bad} are unreadable")
     return bad > 0
