@@ -335,6 +335,15 @@ def test_several_optimizers_go_on(make, split):
     assert all((p != before[name]).any() for name, p in model.named_parameters())
 
 
+def test_new_pairs_join_the_group_of_their_old_ones():
+    model = build()
+    named = dict(model.named_parameters())
+    parts = [[p for n, p in named.items() if (".attn." in n) == attn] for attn in (True, False)]
+    optimizer = torch.optim.SGD([{"params": each} for each in parts], lr=0.1)  # of equal settings
+    grow(model, num_ffn_param_tokens=160, optimizer=optimizer, split=True)
+    assert {*model.blocks[0].mlp.parameters()} <= {*optimizer.param_groups[1]["params"]}
+
+
 def test_pytorchs_own_way_to_add_parameters_works():
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
