@@ -1,4 +1,4 @@
-"""The kernels on CUDA, and in Triton's interpreter on the CPU.
+"""The kernels on CUDA, in Triton's interpreter on the CPU, and compiled for an H100 without one.
 
 Triton decides at its import whether it interprets. Therefore the tests on the CPU exist only if
 TRITON_INTERPRET=1 was set at the start; test_in_the_interpreter starts such a process.
@@ -7,11 +7,13 @@ TRITON_INTERPRET=1 was set at the start; test_in_the_interpreter starts such a p
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from torch._subclasses import FakeTensorMode
 
@@ -180,3 +182,40 @@ def test_in_the_interpreter(seed):
     root = Path(tokenformer_vit.__file__).parents[1]
     result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def pairs_of_the_presets():
+    with torch.device("meta"):
+        models = [timm.create_model(name) for name in timm.list_models("tokenformer*")]
+    modules = [module for model in models for module in model.modules()]
+    return sorted({each.num_param_tokens for each in modules if isinstance(each, Pattention)})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+def test_no_kernel_spills_on_an_h100(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    triton = pytest.importorskip("triton", minversion="3.3")
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not cuobjdump.exists():
+        pytest.skip("this build of Triton has no cuobjdump")
+    from triton.backends.compiler import GPUTarget
+
+    kept = {triton_theta.forward_kernel: 1, triton_theta.backward_kernel: 2}
+    types = dict.fromkeys(("scores", "weights", "grad", "grad_scores"), "*bf16")
+    types |= dict.fromkeys(("tau", "factors", "dots"), "*fp32") | {"eps": "fp32", "num_rows": "i32"}
+    for kernel, pairs in itertools.product(kept, pairs_of_the_presets()):
+        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+        pointers = [place for place, kind in enumerate(signature.values()) if kind[0] == "*"]
+        constants = triton_theta._options(pairs, kept[kernel]) | {"PTX": True}
+        options = {each: constants.pop(each) for each in ("num_warps", "enable_fp_fusion")}
+        aligned = {(place,): [["tt.divisibility", 16]] for place in pointers}
+        source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        binary = tmp_path / "kernel.cubin"
+        binary.write_bytes(compiled.asm["cubin"])
+        command = [cuobjdump, "--dump-resource-usage", binary]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        spilled = sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage)))
+        print(kernel.__name__, pairs, *re.findall(r"REG:\d+", usage))
+        assert not spilled, f"{kernel.__name__} of {pairs} pairs"
