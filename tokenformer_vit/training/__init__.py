@@ -7,8 +7,9 @@ registries and replaces nothing.
 # ruff: noqa: F401
 
 import warnings
+from contextlib import redirect_stdout
 
-with warnings.catch_warnings():
+with warnings.catch_warnings(), redirect_stdout(None):  # the fork prints what it cannot import
     # mmcv comes without compiled operators, and needs none here.
     warnings.filterwarnings("ignore", message="Fail to import ``MultiScaleDeformable")
     from . import checkpoint, distributed, hooks, loop, metrics, optim, reports, runner

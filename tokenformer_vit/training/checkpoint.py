@@ -31,6 +31,7 @@ from tokenformer_vit.models.checkpoints import (
 from .data.sampler import ResumableSampler
 from .engine import (
     HOOKS,
+    READS_SAFELY,
     WEIGHT_INITIALIZERS,
     CheckpointHook,
     EarlyStoppingHook,
@@ -432,11 +433,11 @@ _SKIPPED: list[Any] = [
 @contextmanager
 def safe_loading() -> Iterator[None]:
     """Let no file run code inside the block, whoever loads it; mmengine has no other way."""
-    name, known = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", torch.serialization.get_safe_globals()
+    name, skipped = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", [] if READS_SAFELY else _SKIPPED
     before = os.environ.get(name)
     os.environ[name] = "1"
-    try:  # PyTorch forgets at the end of an inner block what an outer one added
-        with torch.serialization.safe_globals([each for each in _SKIPPED if each not in known]):
+    try:
+        with torch.serialization.safe_globals(skipped):
             yield
     finally:
         del os.environ[name]
@@ -453,8 +454,9 @@ def load_plain_checkpoint(filename: str) -> dict[str, Any]:
     if filename.startswith(("https://", "http://")):  # one folder each: names are not unique
         digest = hashlib.sha256(filename.encode()).hexdigest()
         filename = download_cached_file(filename, cache_dir=f"{torch.hub.get_dir()}/{digest}")
-    path = Path(filename).expanduser()
-    with safe_loading():
+    path, known = Path(filename).expanduser(), torch.serialization.get_safe_globals()
+    # PyTorch forgets at the end of an inner block what an outer one added.
+    with torch.serialization.safe_globals([each for each in _SKIPPED if each not in known]):
         checkpoint: dict[str, Any] = read_checkpoint(path)
     weights = checkpoint.get("state_dict", checkpoint)
     # A tensor of each of timm's ViTs. In a classifier of mmpretrain it is in `backbone.`, but for
