@@ -52,6 +52,7 @@ def test_a_wrong_input_is_one_line_and_status_2(words, line, capsys, monkeypatch
     (tmp_path / "exiting.py").write_text("exit()")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
+    monkeypatch.delitem(sys.modules, "tokenformer_vit.cli.harness", raising=False)
     with pytest.raises(SystemExit, match="2"):
         cli.main(words.split())
     _, err = capsys.readouterr()
