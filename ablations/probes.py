@@ -42,7 +42,7 @@ from tokenformer_vit.growth import (
 from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.models.sizes import find_layers
 from tokenformer_vit.models.vit import ConvStem, draw_prefix_tokens
-from tokenformer_vit.training import export
+from tokenformer_vit.training import export, reports
 from tokenformer_vit.training.models.backbone import TimmClassificationBackbone, unwrap
 
 HELD_OUT = 5000  # examples, but at most a tenth of a training set
@@ -296,7 +296,7 @@ class CompressionHook(Hook):
 
     def after_train(self, runner) -> None:
         """Measure and write."""
-        classifier, loader = export.validated_model(runner).eval(), runner.train_dataloader
+        classifier, loader = reports.validated_model(runner).eval(), runner.train_dataloader
         prepare = classifier.data_preprocessor
         model = export.as_timm_model(classifier).to(prepare.device).eval()
         batches = islice(loader, math.ceil(self._images / loader.batch_size))
@@ -317,5 +317,5 @@ class CompressionHook(Hook):
         runner.message_hub.update_info("compression", found)
         nest(reorder(model, usage), self._keep, usage)
         classes, images = loader.dataset.metainfo["classes"], export.preprocessing(runner.cfg)
-        folder, facts = Path(runner.work_dir, "nested"), export.run_facts(runner)
+        folder, facts = Path(runner.work_dir, "nested"), reports.card_of(runner)
         save_model(model, folder, classes, images, facts)
