@@ -11,8 +11,6 @@
 # Expected:  not run
 _base_ = "imagenet_small.py"
 
-optim_wrapper = dict(paramwise_cfg=dict(custom_keys={".dist_token": dict(decay_mult=0.0)}))
-
 model = dict(
     type="DistilledClassifier",
     backbone=dict(model_name="tokenformer_small_distilled"),
