@@ -316,9 +316,12 @@ def _scale_schedule(cfg: Config, length: int, before: int) -> None:
 def _outside(cfg: Config) -> list[tuple[int, Any]]:
     """Return the schedules, with their numbers, that do not begin and end within the run."""
     length, by_epoch = run_length(cfg), "max_epochs" in (cfg.get("train_cfg") or {})
-    parts = enumerate(listed(cfg.get("param_scheduler")))
-    own = [(n, part) for n, part in parts if part.get("by_epoch", True) == by_epoch]
-    return [(n, p) for n, p in own if not p.get("begin", 0) < p.get("end", length) <= length]
+    return [
+        (number, part)
+        for number, part in enumerate(listed(cfg.get("param_scheduler")))
+        if part.get("by_epoch", True) == by_epoch
+        and not part.get("begin", 0) < part.get("end", length) <= length
+    ]
 
 
 def _fit_schedule(cfg: Config, before: int) -> None:
@@ -357,15 +360,10 @@ def check_config(cfg: Config) -> None:
     if nested and cfg.get("activation_checkpointing"):
         # The backward pass would compute blocks again at another size.
         raise InputError("a nested model needs activation_checkpointing=None")
-    check_schedule(cfg)
-
-
-def check_schedule(cfg: Config) -> None:
-    """Refuse a schedule of the learning rate that does not fit into the run."""
     limit = "max_iters" if "max_iters" in (cfg.get("train_cfg") or {}) else "max_epochs"
     for index, part in enumerate(listed(cfg.get("param_scheduler"))):
-        converted = part.get("convert_to_iter_based") or not part.get("by_epoch", True)
-        if limit == "max_iters" and not converted:
+        by_epoch = part.get("by_epoch", True) and not part.get("convert_to_iter_based")
+        if limit == "max_iters" and by_epoch:
             raise InputError(f"param_scheduler.{index} counts epochs: set by_epoch=False")
     for index, part in _outside(cfg):
         raise InputError(
@@ -409,18 +407,17 @@ def write_config(recipe: Config, replace: bool = False) -> None:
     """
     source = Path(recipe.filename)
     path = Path(recipe.work_dir, source.name)
-    there = path.exists() and path.samefile(source)
-    if there and not (replace and _content(load_recipe(path)) != _content(recipe)):
-        return
+    if path.exists() and path.samefile(source):
+        written = load_recipe(path, work_dir=recipe.work_dir)
+        if not replace or written.to_dict() == recipe.to_dict():
+            return
     lines = source.read_text(encoding="utf-8").splitlines()
     title = [f"{line}\n" for line in takewhile(lambda line: line.startswith("#"), lines)]
+    content = Config(recipe.to_dict())
+    content.pop("work_dir")
     # mmengine would replace {{...}} in a text.
-    text = Config(_content(recipe)).pretty_text.replace("{{", r"{\x7b")
+    text = content.pretty_text.replace("{{", r"{\x7b")
     write_whole(path, "".join([*title, text]).encode())
-
-
-def _content(cfg: Config) -> dict[str, Any]:
-    return {key: value for key, value in cfg.to_dict().items() if key != "work_dir"}
 
 
 def drop_start(model: Any) -> None:
