@@ -26,7 +26,6 @@ from ..engine import (
     PackInputs,
     default_collate,
     force_full_init,
-    list_from_file,
     stock,
 )
 from .augment import EvalTransform
@@ -109,10 +108,9 @@ class HuggingFaceImages(BaseDataset):
         indices: int | Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        known = {"classes": kwargs.pop("classes", None), **(kwargs.pop("metainfo", None) or {})}
-        names = known["classes"]
-        names = list_from_file(names) if isinstance(names, str) else names
-        rows = self._rows = open_images(data_root, split, image_column, label_column, names)
+        known = self._compat_classes(kwargs.pop("metainfo", None), kwargs.pop("classes", None))
+        columns = (image_column, label_column)
+        rows = self._rows = open_images(data_root, split, *columns, known.get("classes"))
         if isinstance(indices, int):
             rows.keep(slice(indices) if indices >= 0 else slice(indices, None))
         elif indices is not None:
