@@ -140,7 +140,7 @@ def complete(cfg: Config) -> None:
     """Set what a config leaves out.
 
     Nothing that it has is changed, but for stock parts that cannot resume anywhere: mmengine's loop
-    by epochs, the sampler of the training, and the checkpoint hook become ours.
+    by epochs, its sampler and its checkpoint hook become ours.
     """
     ours = read_config(CONFIGS / "_base_" / "runtime.py")
     for name in ("default_scope", "log_level", "resume", "load_from", "compile"):
@@ -162,11 +162,10 @@ def complete(cfg: Config) -> None:
         if not loader.keys() & {"sampler", "batch_sampler"}:
             loader.sampler = {"type": "DefaultSampler", "shuffle": train}
         sampler: Any = loader.get("sampler") or {}
-        stock = name_of(sampler.get("type")) == "DefaultSampler"
-        if stock and train:
+        if name_of(sampler.get("type")) == "DefaultSampler":
             sampler.type = "ResumableSampler"
-        elif stock:
-            sampler.setdefault("round_up", False)  # no image counts twice in several processes
+            if not train:
+                sampler.setdefault("round_up", False)  # no image counts twice in several processes
     checkpoint: Any = cfg.default_hooks.checkpoint or {}
     if name_of(checkpoint.get("type")) == "CheckpointHook":
         checkpoint.type = ours.default_hooks.checkpoint.type
@@ -196,8 +195,6 @@ def resolve(cfg: Config) -> Config:
         loader.pin_memory = torch.cuda.is_available() and loader.get("pin_memory", True)
         batches = loader.pop("num_batch_per_epoch")
         if batches is not None:  # mmengine would take the first ones
-            if name_of(loader.sampler.type) == "DefaultSampler":
-                loader.sampler.type = "ResumableSampler"  # which does the same
             loader.sampler.num_samples = batches * loader.batch_size
     return cfg
 

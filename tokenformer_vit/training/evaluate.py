@@ -261,12 +261,12 @@ def _plain(value: Any) -> Any:
 
 def _per_class(rows: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     """Return precision, recall and F1 score in percent, and the number of images, by class."""
-    numbers, true, predicted = range(len(names)), rows.label, rows.predicted
-    precision, recall, f1, support = precision_recall_fscore_support(
-        true, predicted, labels=numbers, zero_division=0.0
-    )
-    figures = {"precision": 100 * precision, "recall": 100 * recall, "f1-score": 100 * f1}
-    return pd.DataFrame({"index": numbers, "class": names, **figures, "support": support})
+    numbers = range(len(names))
+    how: Any = {"labels": numbers, "zero_division": 0.0}
+    *shares, support = precision_recall_fscore_support(rows.label, rows.predicted, **how)
+    precision, recall, f1 = (100 * share for share in shares)
+    figures = {"precision": precision, "recall": recall, "f1-score": f1, "support": support}
+    return pd.DataFrame({"index": numbers, "class": names, **figures})
 
 
 def _write_csv(path: Path, table: pd.DataFrame) -> None:
