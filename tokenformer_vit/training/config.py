@@ -441,19 +441,19 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
         raise InputError(f"{work_dir} already holds a run: add --resume, or another --work-dir")
     if resume is None or (resume == "auto" and not has_run):
         return
-    last = Path(pointer.read_text().strip() if pointer.is_file() else folder)
-    places = [folder, work_dir, last.parent]  # the folder may have moved
-    if resume != "auto":
-        path = Path(resume)
-    elif pointer.is_file():
-        found = (place / last.name for place in places if (place / last.name).is_file())
-        path = next(found, last)
-    else:  # killed before the first pointer was written; a file with this name is complete
-        path = max(written, key=lambda path: path.stat().st_mtime)
-    if has_run and path.resolve().parent not in [place.resolve() for place in places]:
-        raise InputError(
-            f"{path} is not in {work_dir}, which already holds a run: choose another --work-dir"
-        )
+    path = Path(resume)
+    if has_run:
+        # Killed before the first pointer was written: a file with its final name is complete.
+        newest = max(written, key=lambda path: path.stat().st_mtime, default=folder)
+        last = Path(pointer.read_text().strip()) if pointer.is_file() else newest
+        places = [folder, work_dir, last.parent]  # the folder may have moved
+        if resume == "auto":
+            found = (place / last.name for place in places if (place / last.name).is_file())
+            path = next(found, last)
+        elif path.resolve().parent not in [place.resolve() for place in places]:
+            raise InputError(
+                f"{path} is not in {work_dir}, which already holds a run: choose another --work-dir"
+            )
     if not path.is_file():
         raise InputError(f"there is no checkpoint {path}: give --resume a file that is there")
     cfg.resume, cfg.load_from = True, str(path)
