@@ -90,7 +90,7 @@ def build(cfg: Config) -> Any:
     else:
         model |= {"train_cfg": None, "data_preprocessor": {**cfg["data_preprocessor"]}}
         backbone = timm_part(model["backbone"])
-        backbone |= {"type": "ProbeBackbone", "compile": False, "checkpoint_path": ""}
+        backbone |= {"type": "ProbeBackbone", "checkpoint_path": ""}
     MMLogger.get_instance("models").setLevel("WARNING")  # LoRA logs a line for each layer
     with torch.device("meta"), DefaultScope.overwrite_default_scope("mmpretrain"):
         return MODELS.build(model)

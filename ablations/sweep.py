@@ -135,7 +135,7 @@ class Sweep:
 
     def __init__(self, question: Question, args: argparse.Namespace) -> None:
         self.question, self.args, self.commit = question, args, commit_of(args.allow_dirty)
-        options = " ".join(f"{key}={value}" for key, value in (args.cfg_options or {}).items())
+        options = " ".join(f"{key}={value}" for key, value in args.cfg_options.items())
         self.name = {"question": question.name, "base": args.config.stem, "options": options}
         self.variants = {each.name: each for each in wanted(question, args.variants)}
         self.starts = {each.start for each in self.variants.values()}
@@ -492,7 +492,7 @@ def read_base(question: Question, args: argparse.Namespace) -> Config:
     """Read the config of a sweep with the options of the command line."""
     load_config(args.config, args.cfg_options)  # refuses unknown keys
     cfg = read_config(args.config)  # without what depends on this machine
-    cfg.merge_from_dict(args.cfg_options or {})
+    cfg.merge_from_dict(args.cfg_options)
     if args.data_root:
         for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
             cfg[name].dataset.data_root = args.data_root
@@ -506,7 +506,7 @@ def read_base(question: Question, args: argparse.Namespace) -> Config:
         raise InputError(f"{question.name} compares {kind}: choose another --config")
     model = base["model"].get("backbone", base["model"])
     if args.compile:
-        model["compile"] = True
+        base["compile"] = True
     weights = base.get("load_from") or model.get("checkpoint_path") or model.get("checkpoint")
     if question.from_scratch and weights:
         raise InputError(f"{question.name} trains from scratch, but {args.config} loads {weights}")

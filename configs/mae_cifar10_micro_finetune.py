@@ -18,7 +18,7 @@ model = dict(
         global_pool="avg",  # with a new norm after it
     )
 )
-train_dataloader = dict(dataset=dict(share=1.0, share_seed=0))
+train_dataloader = dict(dataset=dict(share=1.0))
 optim_wrapper = dict(
     constructor="MergedLayerDecayConstructor",
     optimizer=dict(betas=(0.9, 0.999)),

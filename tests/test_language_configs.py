@@ -15,7 +15,7 @@ from mmpretrain.registry import DATA_SAMPLERS, DATASETS, METRICS, MODELS
 
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import lm_config
-from tokenformer_vit.training.config import check_schedule, load_config
+from tokenformer_vit.training.config import check_config, load_config
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("lm_*.py"))
@@ -41,7 +41,7 @@ def build(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_part_is_built(name):
     cfg, model = build(name)
-    check_schedule(cfg)
+    check_config(cfg)
     for hook in (*cfg.default_hooks.values(), *cfg.custom_hooks):
         HOOKS.build(hook)
     assert LOOPS.get(cfg.train_cfg.type) is not None

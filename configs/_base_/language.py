@@ -14,7 +14,6 @@ model = dict(
     config=dict(preset="150m", vocab_size=50_304, context_length=2048),
     checkpoint="",  # folder of a trained model to start from; then config is empty
     growth=dict(),
-    compile=False,
 )
 
 train_dataloader = dict(

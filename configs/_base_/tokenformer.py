@@ -12,7 +12,6 @@ model = dict(
         drop_path_rate=0.1,
         checkpoint_path="",  # weights to start from: an exported folder's model.safetensors
         frozen=False,  # True trains only the head: a linear probe
-        compile=False,
     ),
     neck=None,
     head=dict(

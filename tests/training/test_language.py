@@ -19,7 +19,7 @@ from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import byte_tokenizer, load_tokenizer
 from tokenformer_vit.language.generation import load_language_model, save_language_model
-from tokenformer_vit.training.config import check_schedule, choose_checkpoint, load_config
+from tokenformer_vit.training.config import check_config, choose_checkpoint, load_config
 from tokenformer_vit.training.language.data import TokenDataset
 from tokenformer_vit.training.language.metrics import AnswerAccuracy, Perplexity
 from tokenformer_vit.training.language.model import CausalLM
@@ -93,7 +93,7 @@ def run(texts, tmp_path):
         cfg.experiment_name = f"language_{next(NUMBERS)}"
         cfg.log_level = "ERROR"
         cfg.merge_from_dict(options)
-        check_schedule(cfg)
+        check_config(cfg)
         choose_checkpoint(cfg, resume)
         runner = TrainingRunner.from_cfg(cfg)
         runner.train()

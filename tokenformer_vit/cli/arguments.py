@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from timm.utils import ParseKwargs
 
 from tokenformer_vit.errors import InputError
 
@@ -41,14 +40,28 @@ def device(name: str) -> torch.device:
 
 
 def key_value(text: str) -> str:
-    """Check a word that ``Options`` or ``ParseKwargs`` split next."""
+    """Check a word that ``Options`` splits next."""
     if "=" not in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     return text
 
 
+class Options(argparse.Action):
+    """Collects words K=V: a literal of Python such as ``[1, 2]`` or ``None``, else a text."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        """Add the words to those of earlier uses of the option."""
+        found, bools = dict(getattr(namespace, self.dest)), {"true": "True", "false": "False"}
+        for key, _, value in (word.partition("=") for word in values):
+            try:
+                found[key] = ast.literal_eval(bools.get(value) or value)
+            except (ValueError, SyntaxError):
+                found[key] = value
+        setattr(namespace, self.dest, found)
+
+
 # How words such as img_size=32 are read.
-KEY_VALUES: Any = {"nargs": "+", "type": key_value, "action": ParseKwargs, "default": {}}
+KEY_VALUES: Any = {"nargs": "+", "type": key_value, "action": Options, "default": {}}
 KEY_VALUES["metavar"] = "KEY=VALUE"
 
 
@@ -61,28 +74,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--device", type=device, default="auto", help="cpu or cuda; default: cuda if it is there")
 
 
-class Options(argparse.Action):
-    """Collects words K=V: a literal of Python such as ``[1, 2]`` or ``None``, else a text."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        """Add the words to those of earlier uses of the option."""
-        found, bools = dict(getattr(namespace, self.dest) or {}), {"true": "True", "false": "False"}
-        for key, _, value in (word.partition("=") for word in values):
-            try:
-                found[key] = ast.literal_eval(bools.get(value) or value)
-            except (ValueError, SyntaxError):
-                found[key] = value
-        setattr(namespace, self.dest, found)
-
-
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the options that training and testing share."""
-    add, keys = (
-        parser.add_argument,
-        "set keys of the config, such as optim_wrapper.optimizer.lr=1e-3",
-    )
+    add = parser.add_argument
     add("--data-root", help="folder that holds train/ and val/, parquet files or tokens")
     add("--batch-size", type=whole_number(1), help="per process and step; not for validation")
-    add("--cfg-options", nargs="+", type=key_value, action=Options, metavar="K=V", help=keys)
+    add("--cfg-options", **KEY_VALUES, help="its keys, such as optim_wrapper.optimizer.lr=1e-3")
     add("--compile", action="store_true", help="compile each block: faster after a first minute")
     add("--launcher", choices=("none", "pytorch", "slurm", "mpi"), default="none")

@@ -17,10 +17,9 @@ from .arguments import Parser, add_run
 def main(argv: list[str]) -> None:
     """Run the command."""
     parser = Parser(prog="tokenformer-vit test", description=__doc__)
-    add, weights = parser.add_argument, "run, exported folder, model.safetensors or epoch_*.pth"
-    add(
-        "words", nargs="+", metavar="[CONFIG] CHECKPOINT", help=f"{weights}; averaged, if it can be"
-    )
+    add = parser.add_argument
+    weights = "run, exported folder, model.safetensors or epoch_*.pth; averaged, if it can be"
+    add("words", nargs="+", metavar="[CONFIG] CHECKPOINT", help=weights)
     add_run(parser)
     add("--out", type=Path, help="folder of the results (default: test/ beside the weights)")
     args = parser.parse_intermixed_args(argv)
@@ -36,12 +35,10 @@ def main(argv: list[str]) -> None:
     weights = evaluate.find_test(Path(args.words[-1]))
     config = args.words[0] if len(args.words) == 2 else evaluate.written_config(weights)
     config = config or evaluate.described_config(weights)
-    options = dict(args.cfg_options or {})
+    options = {"log_level": "WARNING", **args.cfg_options}  # a test logs little
     if args.batch_size is not None:
         options["test_dataloader.batch_size"] = args.batch_size
     cfg = load_config(config, options, compile=args.compile)
-    if "log_level" not in options:
-        cfg.log_level = "WARNING"  # a test logs little
     place = weights.parent if Path(args.words[-1]).exists() else Path("work_dirs", args.words[-1])
     out = args.out or place / "test"  # a model of this package is only a name
     evaluate.configure_test(cfg, weights, out, args.data_root)

@@ -117,7 +117,7 @@ def load_recipe(
     complete(cfg)
     cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(cfg.filename or '').stem}"
     if compile:
-        cfg.compile = True  # for the runner
+        cfg.compile = cfg.compile or True
     if epochs is not None:
         if "max_epochs" not in cfg.train_cfg:
             raise InputError(f"{path} counts iterations: give train_cfg.max_iters, not --epochs")
@@ -140,10 +140,10 @@ def complete(cfg: Config) -> None:
     """Set what a config leaves out.
 
     Nothing that it has is changed, but for stock parts that cannot resume anywhere: mmengine's loop
-    by epochs, the sampler of the training, and the checkpoint hook become ours.
+    by epochs, its sampler and its checkpoint hook become ours.
     """
     ours = read_config(CONFIGS / "_base_" / "runtime.py")
-    for name in ("default_scope", "log_level", "resume", "load_from"):
+    for name in ("default_scope", "log_level", "resume", "load_from", "compile"):
         cfg.setdefault(name, ours[name])
     cfg.randomness = {"seed": None, **(cfg.get("randomness") or {})}
     cfg.default_hooks = {**ours.default_hooks, **(cfg.get("default_hooks") or {})}
@@ -162,11 +162,10 @@ def complete(cfg: Config) -> None:
         if not loader.keys() & {"sampler", "batch_sampler"}:
             loader.sampler = {"type": "DefaultSampler", "shuffle": train}
         sampler: Any = loader.get("sampler") or {}
-        stock = name_of(sampler.get("type")) == "DefaultSampler"
-        if stock and train:
+        if name_of(sampler.get("type")) == "DefaultSampler":
             sampler.type = "ResumableSampler"
-        elif stock:
-            sampler.setdefault("round_up", False)  # no image counts twice in several processes
+            if not train:
+                sampler.setdefault("round_up", False)  # no image counts twice in several processes
     checkpoint: Any = cfg.default_hooks.checkpoint or {}
     if name_of(checkpoint.get("type")) == "CheckpointHook":
         checkpoint.type = ours.default_hooks.checkpoint.type
@@ -196,8 +195,6 @@ def resolve(cfg: Config) -> Config:
         loader.pin_memory = torch.cuda.is_available() and loader.get("pin_memory", True)
         batches = loader.pop("num_batch_per_epoch")
         if batches is not None:  # mmengine would take the first ones
-            if name_of(loader.sampler.type) == "DefaultSampler":
-                loader.sampler.type = "ResumableSampler"  # which does the same
             loader.sampler.num_samples = batches * loader.batch_size
     return cfg
 
@@ -316,9 +313,12 @@ def _scale_schedule(cfg: Config, length: int, before: int) -> None:
 def _outside(cfg: Config) -> list[tuple[int, Any]]:
     """Return the schedules, with their numbers, that do not begin and end within the run."""
     length, by_epoch = run_length(cfg), "max_epochs" in (cfg.get("train_cfg") or {})
-    parts = enumerate(listed(cfg.get("param_scheduler")))
-    own = [(n, part) for n, part in parts if part.get("by_epoch", True) == by_epoch]
-    return [(n, p) for n, p in own if not p.get("begin", 0) < p.get("end", length) <= length]
+    return [
+        (number, part)
+        for number, part in enumerate(listed(cfg.get("param_scheduler")))
+        if part.get("by_epoch", True) == by_epoch
+        and not part.get("begin", 0) < part.get("end", length) <= length
+    ]
 
 
 def _fit_schedule(cfg: Config, before: int) -> None:
@@ -357,15 +357,10 @@ def check_config(cfg: Config) -> None:
     if nested and cfg.get("activation_checkpointing"):
         # The backward pass would compute blocks again at another size.
         raise InputError("a nested model needs activation_checkpointing=None")
-    check_schedule(cfg)
-
-
-def check_schedule(cfg: Config) -> None:
-    """Refuse a schedule of the learning rate that does not fit into the run."""
     limit = "max_iters" if "max_iters" in (cfg.get("train_cfg") or {}) else "max_epochs"
     for index, part in enumerate(listed(cfg.get("param_scheduler"))):
-        converted = part.get("convert_to_iter_based") or not part.get("by_epoch", True)
-        if limit == "max_iters" and not converted:
+        by_epoch = part.get("by_epoch", True) and not part.get("convert_to_iter_based")
+        if limit == "max_iters" and by_epoch:
             raise InputError(f"param_scheduler.{index} counts epochs: set by_epoch=False")
     for index, part in _outside(cfg):
         raise InputError(
@@ -409,18 +404,17 @@ def write_config(recipe: Config, replace: bool = False) -> None:
     """
     source = Path(recipe.filename)
     path = Path(recipe.work_dir, source.name)
-    there = path.exists() and path.samefile(source)
-    if there and not (replace and _content(load_recipe(path)) != _content(recipe)):
-        return
+    if path.exists() and path.samefile(source):
+        written = load_recipe(path, work_dir=recipe.work_dir)
+        if not replace or written.to_dict() == recipe.to_dict():
+            return
     lines = source.read_text(encoding="utf-8").splitlines()
     title = [f"{line}\n" for line in takewhile(lambda line: line.startswith("#"), lines)]
+    content = Config(recipe.to_dict())
+    content.pop("work_dir")
     # mmengine would replace {{...}} in a text.
-    text = Config(_content(recipe)).pretty_text.replace("{{", r"{\x7b")
+    text = content.pretty_text.replace("{{", r"{\x7b")
     write_whole(path, "".join([*title, text]).encode())
-
-
-def _content(cfg: Config) -> dict[str, Any]:
-    return {key: value for key, value in cfg.to_dict().items() if key != "work_dir"}
 
 
 def drop_start(model: Any) -> None:
@@ -447,19 +441,19 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
         raise InputError(f"{work_dir} already holds a run: add --resume, or another --work-dir")
     if resume is None or (resume == "auto" and not has_run):
         return
-    last = Path(pointer.read_text().strip() if pointer.is_file() else folder)
-    places = [folder, work_dir, last.parent]  # the folder may have moved
-    if resume != "auto":
-        path = Path(resume)
-    elif pointer.is_file():
-        found = (place / last.name for place in places if (place / last.name).is_file())
-        path = next(found, last)
-    else:  # killed before the first pointer was written; a file with this name is complete
-        path = max(written, key=lambda path: path.stat().st_mtime)
-    if has_run and path.resolve().parent not in [place.resolve() for place in places]:
-        raise InputError(
-            f"{path} is not in {work_dir}, which already holds a run: choose another --work-dir"
-        )
+    path = Path(resume)
+    if has_run:
+        # Killed before the first pointer was written: a file with its final name is complete.
+        newest = max(written, key=lambda path: path.stat().st_mtime, default=folder)
+        last = Path(pointer.read_text().strip()) if pointer.is_file() else newest
+        places = [folder, work_dir, last.parent]  # the folder may have moved
+        if resume == "auto":
+            found = (place / last.name for place in places if (place / last.name).is_file())
+            path = next(found, last)
+        elif path.resolve().parent not in [place.resolve() for place in places]:
+            raise InputError(
+                f"{path} is not in {work_dir}, which already holds a run: choose another --work-dir"
+            )
     if not path.is_file():
         raise InputError(f"there is no checkpoint {path}: give --resume a file that is there")
     cfg.resume, cfg.load_from = True, str(path)

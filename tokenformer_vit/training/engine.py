@@ -23,7 +23,6 @@ from mmengine.dist import (
     master_only,
 )
 from mmengine.evaluator import BaseMetric
-from mmengine.fileio import list_from_file
 from mmengine.hooks import (
     CheckpointHook,
     EarlyStoppingHook,

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from sklearn.metrics import ConfusionMatrixDisplay, classification_report
+from sklearn.metrics import ConfusionMatrixDisplay, precision_recall_fscore_support
 from timm.data import resolve_input_data_config
 from tqdm import tqdm
 
@@ -261,14 +261,12 @@ def _plain(value: Any) -> Any:
 
 def _per_class(rows: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     """Return precision, recall and F1 score in percent, and the number of images, by class."""
-    how: Any = {"output_dict": True, "zero_division": 0.0}
     numbers = range(len(names))
-    found: Any = classification_report(rows.label, rows.predicted, labels=numbers, **how)
-    table = pd.DataFrame([found[str(number)] for number in numbers])
-    table = (100 * table).assign(support=table.support.astype(int))
-    table.insert(0, "index", numbers)
-    table.insert(1, "class", names)
-    return table
+    how: Any = {"labels": numbers, "zero_division": 0.0}
+    *shares, support = precision_recall_fscore_support(rows.label, rows.predicted, **how)
+    precision, recall, f1 = (100 * share for share in shares)
+    figures = {"precision": precision, "recall": recall, "f1-score": f1, "support": support}
+    return pd.DataFrame({"index": numbers, "class": names, **figures})
 
 
 def _write_csv(path: Path, table: pd.DataFrame) -> None:

@@ -120,7 +120,7 @@ def _find_images(folder: Path, work_dir: Path) -> dict[str, dict[str, list[str]]
 
 def _model(start: Start, recipe: Any, side: int, count: int, classes: int) -> tuple[Any, Any]:
     """Return the model of a config, and timm's data config of its images."""
-    kept = ("type", "checkpoint_path", "frozen", "compile")
+    kept = ("type", "checkpoint_path", "frozen")
     backbone = {"_delete_": True} | {key: recipe[key] for key in kept if key in recipe}
     if start.checkpoint is not None:
         model: Any = load_model(start.model, start.checkpoint, new_norm=True)

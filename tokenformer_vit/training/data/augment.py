@@ -67,16 +67,14 @@ class EvalTransform(Torchvision):
         interpolation: str = "bicubic",
         crop_mode: str = "center",
     ) -> None:
-        config: Any = {"crop_pct": crop_pct, "interpolation": interpolation, "crop_mode": crop_mode}
-        steps: list[Any] = [
-            v2.ToPILImage(),
-            create_transform(input_size, normalize=False, **config),
-        ]
         _, height, width = input_size
         scale = floor(width / crop_pct)
         central = crop_mode == "center" and height == width <= scale
         if central and interpolation in ("bilinear", "bicubic"):
             steps = [v2.Resize(scale, InterpolationMode(interpolation)), v2.CenterCrop(width)]
+        else:
+            how: Any = {"crop_pct": crop_pct, "interpolation": interpolation, "normalize": False}
+            steps = [v2.ToPILImage(), create_transform(input_size, crop_mode=crop_mode, **how)]
         super().__init__(v2.Compose(steps))
 
 

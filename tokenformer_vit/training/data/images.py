@@ -26,7 +26,6 @@ from ..engine import (
     PackInputs,
     default_collate,
     force_full_init,
-    list_from_file,
     stock,
 )
 from .augment import EvalTransform
@@ -109,10 +108,9 @@ class HuggingFaceImages(BaseDataset):
         indices: int | Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        known = {"classes": kwargs.pop("classes", None), **(kwargs.pop("metainfo", None) or {})}
-        names = known["classes"]
-        names = list_from_file(names) if isinstance(names, str) else names
-        rows = self._rows = open_images(data_root, split, image_column, label_column, names)
+        known = self._compat_classes(kwargs.pop("metainfo", None), kwargs.pop("classes", None))
+        columns = (image_column, label_column)
+        rows = self._rows = open_images(data_root, split, *columns, known.get("classes"))
         if isinstance(indices, int):
             rows.keep(slice(indices) if indices >= 0 else slice(indices, None))
         elif indices is not None:
@@ -156,26 +154,19 @@ class ImagesInMemory(CustomDataset):
     resized, then perhaps changed by ``v2/RandomCrop``, ``v2/RandomHorizontalFlip`` and ``Cutout``.
 
     Args:
-        share: Share of the images of each class, such as 0.1; at least one of each class is kept.
-        share_seed: Seed that chooses these images, whatever the seed of the run.
+        share: Share of the images, such as 0.1, of each class alike.
         **kwargs: As for ``CustomDataset``.
     """
 
-    def __init__(self, *args: Any, share: float = 1.0, share_seed: int = 0, **kwargs: Any) -> None:
-        self._share, self._share_seed = share, share_seed
+    def __init__(self, *args: Any, share: float = 1.0, **kwargs: Any) -> None:
+        self._share = share
         super().__init__(*args, **kwargs)
 
     def load_data_list(self) -> list[dict]:
-        """Find the images, and choose a share of each class; a larger share has them all."""
+        """Find the images, sorted by class, and choose evenly spaced ones."""
         samples = super().load_data_list()
-        if self._share == 1:
-            return samples
-        labels, random = [s["gt_label"] for s in samples], np.random.default_rng(self._share_seed)
-        chosen: list[int] = []
-        for label in np.unique(labels):
-            own = random.permutation(np.flatnonzero(np.equal(labels, label)))
-            chosen += own[: max(1, round(self._share * len(own)))].tolist()
-        return [samples[index] for index in sorted(chosen)]
+        count = max(1, round(self._share * len(samples)))
+        return [samples[index * len(samples) // count] for index in range(count)]
 
     def full_init(self) -> None:
         """Find the images, and read them."""

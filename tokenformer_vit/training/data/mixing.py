@@ -94,9 +94,8 @@ class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):
 
     def forward(self, x: Tensor, target: Tensor, avg_factor: int | None = None) -> Tensor:
         """Compute the loss; ``avg_factor``, which mmpretrain's heads give, changes nothing."""
-        if (
-            target.ndim == x.ndim and not self.smooth_dense
-        ):  # scores, as of mixed images, which timm's mixing would smooth
+        mixed = target.ndim == x.ndim and not self.smooth_dense
+        if mixed:  # scores, which timm's own mixing would smooth
             target = target * (1 - self.smoothing) + self.smoothing / x.shape[-1]
         return super().forward(x, target)
 

@@ -16,7 +16,7 @@ from tokenformer_vit.language import (
     load_language_model,
     transformer_lm,
 )
-from tokenformer_vit.models import LMConfig, compile_blocks, lm_config
+from tokenformer_vit.models import LMConfig, lm_config
 from tokenformer_vit.models.sizes import at_size
 
 from ..engine import MODELS, BaseModel
@@ -35,7 +35,6 @@ class CausalLM(NestedTraining, BaseModel):
         growth: Arguments of :func:`tokenformer_vit.growth.grow`, to append pairs at the start.
         sandwich: Train the sizes ``nested`` of ``config`` at once, and measure each.
         distill: With ``sandwich``: whether smaller sizes also learn from larger ones.
-        compile: Compile each block: True, a mode of ``torch.compile``, or a dict of its arguments.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class CausalLM(NestedTraining, BaseModel):
         growth: dict[str, Any] | None = None,
         sandwich: bool = False,
         distill: bool = False,
-        compile: bool | str | dict[str, Any] = False,
     ) -> None:
         non_blocking = torch.cuda.is_available()
         super().__init__({"type": "BaseDataPreprocessor", "non_blocking": non_blocking})
@@ -57,8 +55,6 @@ class CausalLM(NestedTraining, BaseModel):
             grow(self.model, **{"seed": torch.initial_seed(), **growth})
         if sandwich:
             self.train_sizes(distill)
-        if compile:
-            compile_blocks(self.model.base_model, compile)
 
     @property
     def sized(self) -> Any:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
-from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.models.checkpoints import load_model
 
 from ..engine import MODELS, BaseModule, is_model_wrapper
@@ -27,7 +26,6 @@ class TimmClassificationBackbone(BaseModule):
         model_name: A timm model whose classifier is a linear ``head``; other arguments are its own.
         pretrained: Start from timm's pretrained weights.
         checkpoint_path: Start from this checkpoint of the same model, but for its head.
-        compile: Compile each block: True, a mode of ``torch.compile``, or a dict of its arguments.
         growth: Arguments of :func:`tokenformer_vit.growth.grow`, which then appends pairs.
         frozen: Train only the head; the model stays in evaluation mode, as validation sees it.
     """
@@ -37,7 +35,6 @@ class TimmClassificationBackbone(BaseModule):
         model_name: str,
         pretrained: bool = False,
         checkpoint_path: str = "",
-        compile: bool | str | dict[str, Any] = False,
         growth: dict[str, Any] | None = None,
         frozen: bool = False,
         **kwargs: Any,
@@ -61,8 +58,6 @@ class TimmClassificationBackbone(BaseModule):
         self.frozen = frozen
         if frozen:
             self.model.requires_grad_(False)
-        if compile:
-            compile_blocks(self.model, compile)
 
     def init_weights(self) -> None:
         """Leave the weights as timm initialised or loaded them."""

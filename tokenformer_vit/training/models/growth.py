@@ -59,7 +59,7 @@ class GrowthHook(Hook):
         self._rates: list[tuple[dict[str, Any], float]] = []  # groups that warm up; their own rates
 
     def before_train(self, runner) -> None:
-        """Check that every growth of the schedule happens."""
+        """Check that every growth of the schedule happens, and try all on a copy."""
         units = {"iteration"} if by_iteration(runner) else _UNITS
         if not self.schedule or any(len(units & event.keys()) != 1 for event in self.schedule):
             raise InputError(f"each entry of GrowthHook.schedule needs {' or '.join(units)}")
@@ -72,12 +72,8 @@ class GrowthHook(Hook):
             )
         if getattr(unwrap(runner.model), "sandwich", False):
             raise InputError("a model that trains several sizes grows by `tokenformer-vit grow`")
-        self.check_growths(unwrap(runner.model))
-
-    def check_growths(self, model: nn.Module) -> None:
-        """Try all growths on a copy: a wrong size or name ends the run now."""
-        trial = deepcopy(model)
-        for event in self.schedule[self.done :]:
+        trial = deepcopy(unwrap(runner.model))
+        for event in self.schedule[self.done :]:  # a wrong size or name ends the run now
             self.grow_model(trial, _sizes(event), 0, None)
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:

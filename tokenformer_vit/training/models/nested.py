@@ -87,6 +87,9 @@ class NestedClassifier(NestedTraining, ImageClassifier):
     ``accuracy/top1`` is that of all pairs, and ``accuracy/top1_at_0.25`` that of a quarter of them.
     """
 
+    backbone: Any
+    head: Any
+
     def __init__(self, distill: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.train_sizes(distill)
@@ -94,25 +97,22 @@ class NestedClassifier(NestedTraining, ImageClassifier):
     @property
     def sized(self) -> Any:
         """The TokenFormer."""
-        backbone: Any = self.backbone
-        return backbone.model
+        return self.backbone.model
 
     def loss(self, inputs: Tensor, data_samples: Any) -> dict[str, Tensor]:
         """Compute the mean loss of the sizes of a step; images are already mixed."""
-        head: Any = self.head
         return self.loss_of_sizes(
             lambda: self.extract_feat(inputs),
-            lambda features: head.loss(features, data_samples)["loss"],
-            head,
+            lambda features: self.head.loss(features, data_samples)["loss"],
+            self.head,
         )
 
     def predict(self, inputs: Tensor, data_samples: Any = None, **kwargs: Any) -> list[Any]:
         """Predict at every size: ``pred_score`` of the full one, ``pred_score_at_0.25``."""
         samples = super().predict(inputs, data_samples, **kwargs)
-        head: Any = self.head
         for size in self.smaller_sizes:
             with at_size(self.sized, size):
-                scores = head(self.extract_feat(inputs)).softmax(dim=1)  # (B, K)
+                scores = self.head(self.extract_feat(inputs)).softmax(dim=1)  # (B, K)
             for sample, own in zip(samples, scores, strict=True):
                 sample.set_field(own, f"pred_score_at_{size:g}")
         return samples
