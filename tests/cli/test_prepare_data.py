@@ -12,7 +12,9 @@ from PIL import Image
 from tokenformer_vit.cli import prepare_data
 from tokenformer_vit.errors import InputError
 
-datasets = pytest.importorskip("datasets")
+from ..samples import write_parquet
+
+pytest.importorskip("datasets")
 pytestmark = pytest.mark.usefixtures("arrow_cache")
 NAMES = ["ant", "bee", "cat"]
 
@@ -23,15 +25,9 @@ def encoded(value, kind):
     return buffer.getvalue()
 
 
-def write_shard(path, labels, names=NAMES, images=None, image="image"):
+def write_shard(path, labels, names=NAMES, images=None, **how):
     images = images or [encoded(row, ("JPEG", "PNG")[row % 2]) for row in range(len(labels))]
-    table = {image: [{"bytes": each, "path": None} for each in images], "label": labels}
-    rows = datasets.Dataset.from_dict(table).cast_column(image, datasets.Image())
-    if names:
-        rows = rows.cast_column("label", datasets.ClassLabel(names=names))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows.to_parquet(path, batch_size=4)
-    return images
+    write_parquet(path, images, labels, names, **how)
 
 
 @pytest.fixture

@@ -6,12 +6,10 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
 from mmpretrain.registry import DATASETS, MODELS
-from PIL import Image
 from safetensors.torch import load_file
 from timm.models import VisionTransformer
 
@@ -19,6 +17,8 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.training.config import load_config, read_config
 from tokenformer_vit.training.folder import Start, configure_folder
+
+from ..samples import write_images
 
 SHORT = (
     *("train_cfg.max_epochs=2", "train_cfg.val_interval=1"),
@@ -35,15 +35,6 @@ def train(command):
         return done.output
 
     return run
-
-
-def write_images(folder, size, counts, generator):
-    for name, count in counts.items():
-        (folder / name).mkdir(parents=True)
-        for index in range(count):
-            pixels = generator.integers(0, 256, (*size, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / name / f"image {index}.png")
-    return folder
 
 
 SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}

@@ -10,13 +10,13 @@ from torch.utils.data import DataLoader
 from tokenformer_vit.training.data.images import HuggingFaceImages
 from tokenformer_vit.vision.datasets import open_images, unpack
 
+from ...samples import CLASSES, write_parquet
 from ..conftest import scalars
 
 pytest.importorskip("pyarrow")
-datasets = pytest.importorskip("datasets")
+pytest.importorskip("datasets")
 pytestmark = pytest.mark.usefixtures("arrow_cache", "scope")
 
-CLASSES = ["bright", "dark", "split"]
 PIPELINE = [{"type": "LoadImage"}, {"type": "PackLabels"}]
 CONFIG = """
 _base_ = "{config}"
@@ -28,14 +28,6 @@ test_dataloader = val_dataloader
 OPTIONS = ("--cfg-options", "train_cfg.max_epochs=2", "train_dataloader.num_workers=2")
 
 
-def write(path, images, labels):
-    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=CLASSES)}
-    rows = [{"bytes": image, "path": None} for image in images]
-    table = {"image": rows, "label": labels}
-    table = datasets.Dataset.from_dict(table, datasets.Features(features))
-    table.to_parquet(path, batch_size=5)
-
-
 @pytest.fixture(scope="module")
 def source(data_root, tmp_path_factory, session_seed, arrow_cache):
     """The images of ``data_root`` in a random order: two shards of training, one of validation."""
@@ -45,11 +37,10 @@ def source(data_root, tmp_path_factory, session_seed, arrow_cache):
         files = sorted((data_root / folder).rglob("*.png"))
         files = np.random.default_rng(session_seed).permutation(files)
         for shard, part in enumerate(np.array_split(files, shards)):
-            write(
-                root / f"data/{split}-{shard:05d}-of-{shards:05d}.parquet",
-                [file.read_bytes() for file in part],
-                [CLASSES.index(file.parent.name) for file in part],
-            )
+            path = root / f"data/{split}-{shard:05d}-of-{shards:05d}.parquet"
+            images = [file.read_bytes() for file in part]
+            labels = [CLASSES.index(file.parent.name) for file in part]
+            write_parquet(path, images, labels, CLASSES)
     return root
 
 
@@ -123,7 +114,7 @@ def test_a_corrupt_image_names_its_file_and_row(train_parquet, source, data_root
     path = other / "data/train-00001-of-00002.parquet"
     images = [file.read_bytes() for file in sorted((data_root / "train").rglob("*.png"))[:24]]
     images[17] = images[17][:60]
-    write(path, images, [0] * 24)
+    write_parquet(path, images, [0] * 24, CLASSES)
     workers = ("--cfg-options", "train_dataloader.num_workers=2")
     line = train_parquet.fails(tmp_path / "run", "--data-root", str(other), *workers)
     assert f"cannot read image {other}, train, row {24 + 17}: " in line
