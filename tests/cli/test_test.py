@@ -154,18 +154,20 @@ def test_an_export_is_tested_on_folders_which_may_lack_a_class(run, tmp_path, co
     refused = command("test", folder)
     assert "give a folder of them with --data-root" in refused.err
     few = shutil.copytree(run.data / "val", tmp_path / "few")
-    for source in ([folder], [run.config, folder], [run.work_dir], [run.work_dir / "epoch_2.pth"]):
-        for root in (run.data, run.data / "val", few):
-            if root == few:
-                for path in (few / "dark").glob("*"):
-                    path.unlink()
-            done = command("test", *source, "--data-root", root, "--out", tmp_path / "out")
-            assert done.status == 0, done.output
-            record = json.loads((tmp_path / "out" / "metrics.json").read_text())
-            counts = {row["class"]: row["support"] for row in record["classes"]}
-            assert counts == ({**VAL_IMAGES, "dark": 0} if root == few else VAL_IMAGES)
-            if root != few:
-                assert record["metrics"]["accuracy/top1"] == pytest.approx(expected, abs=1e-3)
+    for path in (few / "dark").glob("*"):
+        path.unlink()
+    for source, root in (
+        *(([folder], root) for root in (run.data, run.data / "val", few)),
+        *(([run.config, folder], run.data), ([run.work_dir], few)),
+        ([run.work_dir / "epoch_2.pth"], run.data / "val"),
+    ):
+        done = command("test", *source, "--data-root", root, "--out", tmp_path / "out")
+        assert done.status == 0, done.output
+        record = json.loads((tmp_path / "out" / "metrics.json").read_text())
+        counts = {row["class"]: row["support"] for row in record["classes"]}
+        assert counts == ({**VAL_IMAGES, "dark": 0} if root == few else VAL_IMAGES)
+        if root != few:
+            assert record["metrics"]["accuracy/top1"] == pytest.approx(expected, abs=1e-3)
     shutil.move(few / "bright", few / "brihgt")
     done = command("test", folder, "--data-root", few)
     assert "the data have a class 'brihgt', but the model has" in done.err
@@ -204,7 +206,7 @@ def test_diverged_weights_are_not_given_an_accuracy(run, tmp_path):
     assert not (tmp_path / "out" / "metrics.json").exists()
 
 
-@pytest.mark.parametrize("classes", [2, 40, 1000])
+@pytest.mark.parametrize("classes", [2, 1000])
 def test_a_confusion_matrix_of_any_size_is_drawn(classes, tmp_path, monkeypatch):
     monkeypatch.setattr(MathTextParser, "parse", lambda *_, **__: pytest.fail("a formula"))
     names = ["$a$", "b\nc", *map(str, range(2, classes))]

@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import pytest
 import torch
 
 from tokenformer_vit.training.checkpoint import changed
-from tokenformer_vit.training.data.images import LoadImage
 from tokenformer_vit.training.loop import ResumableEpochLoop
 from tokenformer_vit.training.runner import TrainingRunner
 
@@ -196,7 +194,7 @@ def test_a_run_that_is_told_to_stop_goes_on_exactly(
     def run_iter_and_stop(loop, *batch):
         run_iter(loop, *batch)
         if loop.iter == 8:
-            os.killpg(0, getattr(signal, number))  # Slurm's reaches data loading workers, too
+            os.killpg(0, getattr(signal, number))  # as Slurm's, it reaches the workers, too
 
     def work():
         os.setpgrp()
@@ -229,22 +227,6 @@ def test_two_processes_that_are_told_to_stop_go_on_exactly(train, tmp_path):
     assert (stopped / "last_checkpoint").read_text() == str(stopped / "stopped.pth")
     train(stopped, "--resume", *options, launcher=TORCHRUN)
     assert losses(stopped) == losses(tmp_path / "whole")
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-def test_workers_survive_the_signals_of_a_job(train, tmp_path, monkeypatch):
-    transform, main = LoadImage.transform, os.getpid()
-
-    def terminated(self, results):
-        if os.getpid() != main and "/train/" in results["img_path"]:
-            os.kill(os.getpid(), signal.SIGTERM)
-            (tmp_path / "survived").touch()
-        return transform(self, results)
-
-    monkeypatch.setattr(LoadImage, "transform", terminated)
-    words = ("train_dataloader.num_workers=1", "train_cfg.max_epochs=2")
-    train(tmp_path / "run", "--cfg-options", *words)
-    assert (tmp_path / "survived").exists()
 
 
 def rates(work_dir):
