@@ -19,6 +19,8 @@ from tokenformer_vit.models import from_vit
 from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.vision.compression import flops_of
 
+from ..samples import write_images
+
 SHAPE: Any = {"depth": 2, "img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2}
 CLASSES = ["ant", "bee", "cat"]
 
@@ -50,12 +52,7 @@ def data(tmp_path_factory, session_seed):
     root = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(session_seed)
     for split, counts in (("train", (4, 3, 3)), ("val", (5, 4, 2))):
-        for name, count in zip(CLASSES, counts, strict=True):
-            (root / split / name).mkdir(parents=True)
-            for index in range(count):
-                noise = rng.integers(0, 255, (40, 50, 3), dtype=np.uint8)
-                noise[:, :, index % 3] //= 4
-                Image.fromarray(noise).save(root / split / name / f"{index}.png")
+        write_images(root / split, (40, 50), dict(zip(CLASSES, counts, strict=True)), rng)
     return root
 
 

@@ -20,24 +20,19 @@ from tokenformer_vit.training.folder import Start, configure_folder
 
 from ..samples import write_images
 
-SHORT = (
-    *("train_cfg.max_epochs=2", "train_cfg.val_interval=1"),
-    *("param_scheduler.0.end=1", "param_scheduler.1.begin=1"),
-    *("train_dataloader.num_workers=0", "val_dataloader.num_workers=0"),
-)
+SHORT = ("--epochs", 2, "--cfg-options", "default_hooks.logger.interval=7")
+SHORT += ("train_dataloader.num_workers=0", "val_dataloader.num_workers=0")
+SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
 
 
 @pytest.fixture
 def train(command):
     def run(folder, work_dir, *words):
-        done = command("train", folder, "--work-dir", work_dir, *words, "--cfg-options", *SHORT)
+        done = command("train", folder, "--work-dir", work_dir, *words, *SHORT)
         assert done.status == 0, done.output
         return done.output
 
     return run
-
-
-SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
 
 
 @pytest.fixture
@@ -57,6 +52,9 @@ def test_a_folder_trains_and_a_run_is_resumed_but_not_replaced(data_root, tmp_pa
     assert str(config) in output
     cfg = load_config(config)
     assert (cfg.model.head.num_classes, cfg.model.backbone.img_size) == (3, 8)
+    assert (cfg.train_cfg.max_epochs, cfg.default_hooks.logger.interval) == (2, 7)
+    assert config.read_text().startswith("# ")  # as the folder's own config
+    assert command("test", folder).status == 0
 
     before = {path: path.read_bytes() for path in folder.glob("*.*")}
     done = command("train", data_root, "--work-dir", folder)
@@ -76,7 +74,7 @@ def test_a_folder_trains_and_a_run_is_resumed_but_not_replaced(data_root, tmp_pa
 
 def test_the_same_command_repeats_what_a_killed_run_began(data_root, tmp_path, command):
     run = tmp_path / "run"
-    words = (data_root, "--work-dir", run, "--resume", "--auto-scale-lr", "--cfg-options", *SHORT)
+    words = (data_root, "--work-dir", run, "--resume", "--auto-scale-lr", *SHORT)
     texts, rates = [], []
     for _ in range(2):
         done = command("train", *words, "train_dataloader.num_batch_per_epoch=1")

@@ -7,8 +7,6 @@ import pytest
 import timm
 import torch
 from mmengine.config import Config
-from mmengine.registry import DefaultScope
-from mmpretrain.registry import MODELS
 from safetensors.torch import load_file
 
 from tokenformer_vit.mmpretrain_names import timm_state_dict
@@ -90,19 +88,10 @@ def test_both_stages_of_deit3(first, second, run):
         assert torch.equal(weights[name], tensor), name
     start = str(whole / "model.safetensors")
     changes = {"model.backbone.checkpoint_path": start, "model.head.init_cfg.checkpoint": start}
-    backbone = load_config(first).model.backbone
-    changes["model.backbone.model_name"] = backbone.model_name
-    cfg = load_config(second, changes)
-    shrink(cfg)
-    cfg.model.backbone.img_size = 48
-    with DefaultScope.overwrite_default_scope("mmpretrain"):
-        model = MODELS.build({**cfg.model, "data_preprocessor": cfg.data_preprocessor})
-    model.init_weights()
-    assert torch.equal(model.head.fc.weight, weights["head.weight"])
-    assert model.backbone.model.pos_embed.shape == (1, 36, 24)
-    block, name = model.backbone.model.blocks[1], "blocks.1.mlp.key_param_tokens"
-    assert torch.equal(block.mlp.key_param_tokens, weights[name])
-    run(second, **changes)
+    changes["model.backbone.model_name"] = load_config(first).model.backbone.model_name
+    tuned = load_file(run(second, **changes) / "model.safetensors")
+    for name, tensor in weights.items():  # at a rate of 1e-5, and the head as well
+        torch.testing.assert_close(tuned[name], tensor, rtol=0, atol=1e-3)
 
 
 def test_distillation_by_a_token(run, tmp_path):
@@ -127,7 +116,6 @@ def test_pre_training_then_fine_tuning_and_a_linear_probe(run):
     trained = torch.load(whole / "epoch_2.pth", weights_only=True)["state_dict"]
     for key, tensor in weights.items():
         assert torch.equal(trained[f"backbone.model.{key}"], tensor), key
-    assert json.loads((whole / "record.json").read_text())["reconstruction/error"] > 0
     card = (whole / "README.md").read_text()
     assert "Reconstruction loss" in card
     assert "image-feature-extraction" in card

@@ -188,17 +188,6 @@ def test_a_model_without_blocks_is_not_compiled(stock, tmp_path, command):
     assert "LeNet5 has no transformer blocks: omit --compile" in done.err
 
 
-def test_the_config_of_a_folder_repeats_its_run(data_root, tmp_path, command):
-    words = ("--cfg-options", "train_dataloader.num_workers=0", "default_hooks.logger.interval=7")
-    done = command("train", data_root, "--epochs", 1, "--work-dir", tmp_path, *words)
-    assert done.status == 0, done.output
-    path = tmp_path / f"{data_root.name}.py"
-    cfg = load_config(path)
-    assert (cfg.train_cfg.max_epochs, cfg.default_hooks.logger.interval) == (1, 7)
-    assert path.read_text().startswith("# ")  # as the folder's own config
-    assert command("test", tmp_path).status == 0
-
-
 def test_the_commands_take_a_config_of_stock_parts(stock, tmp_path, command):
     folder = tmp_path / "run"
     refused = command("train", stock, "--auto-scale-lr")

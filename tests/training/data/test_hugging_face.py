@@ -1,17 +1,13 @@
-"""A run on parquet files equals a run on the folders that they unpack to."""
+"""Runs on parquet files; tests/vision/test_datasets.py has what is read of them."""
 
 import shutil
 
 import numpy as np
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
 from tokenformer_vit.training.data.images import HuggingFaceImages
-from tokenformer_vit.vision.datasets import open_images, unpack
 
 from ...samples import CLASSES, write_parquet
-from ..conftest import scalars
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("datasets")
@@ -53,30 +49,6 @@ def train_parquet(train, config, source, tmp_path_factory):
     return runs
 
 
-@pytest.fixture(scope="module")
-def finished(train_parquet, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    train_parquet(folder, *OPTIONS)
-    return folder
-
-
-@pytest.mark.slow
-def test_a_run_equals_a_run_on_the_unpacked_folders(train, finished, source, tmp_path):
-    unpacked = tmp_path / "unpacked"  # as prepare-data makes it
-    for split in ("train", "val"):
-        unpack(open_images(source, split), unpacked / split, split)
-    tmp_path /= "run"
-    without_workers = "train_dataloader.num_workers=0"
-    train(tmp_path, "--data-root", str(unpacked), *OPTIONS, without_workers)
-    found, expected = (
-        [record["accuracy/top1"] for record in scalars(each)[1].values()]
-        for each in (finished, tmp_path)
-    )
-    assert found == expected
-    for name in ("model.safetensors", "config.json"):
-        assert (finished / name).read_bytes() == (tmp_path / name).read_bytes()
-
-
 def make(source, split="train", pipeline=PIPELINE, **options):
     return HuggingFaceImages(str(source), split, pipeline=pipeline, **options)
 
@@ -90,17 +62,9 @@ def test_subsets(source):
     assert last == whole.get_gt_labels().tolist()[-20:]
 
 
-@pytest.mark.slow
-def test_spawned_workers_read_the_same(source):
-    spawned = {"num_workers": 2, "multiprocessing_context": "spawn"}
-    loaders = [DataLoader(make(source), 8, **options) for options in ({}, spawned)]
-    for one, other in zip(*loaders, strict=True):
-        assert torch.equal(one["inputs"], other["inputs"])
-        assert torch.equal(one["data_samples"], other["data_samples"])
-
-
-def test_a_run_resumes_on_a_copy_from_the_hub(train_parquet, finished, source, hub, tmp_path):
-    work_dir = shutil.copytree(finished, tmp_path / "run")
+def test_a_run_resumes_on_a_copy_from_the_hub(train_parquet, source, hub, tmp_path):
+    work_dir = tmp_path / "run"
+    train_parquet(work_dir, *OPTIONS)
     shutil.copytree(source, hub)
     resume = ("--resume", "--data-root", "hf://datasets/owner/pictures@v1.0", *OPTIONS)
     assert "resumed epoch: 2, iter: 12" in train_parquet(work_dir, *resume)
