@@ -8,12 +8,9 @@ import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from mmengine.logging import HistoryBuffer
 from mmengine.optim import OptimWrapper
-from mmpretrain.registry import MODELS
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.training import hooks
@@ -137,28 +134,6 @@ def test_a_checkpoint_runs_no_code(config, data_root, tmp_path):
             run_training(cfg)
     assert not mark.exists()
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
-
-
-def test_a_model_starts_from_a_checkpoint_of_mmengines_own_runner(config, data_root, tmp_path):
-    """It has the log and numbers of NumPy; another file was read before it."""
-    cfg = load_config(config, {"train_cfg.max_epochs": 1}, str(data_root), str(tmp_path))
-    cfg.param_scheduler = []
-    head = MODELS.build({**cfg.model, "data_preprocessor": cfg.data_preprocessor}).head
-    buffer = HistoryBuffer([1.0], [1])
-    weights = {f"head.{name}": each + 1 for name, each in head.state_dict().items()}
-    content = {"state_dict": weights, "message_hub": {"log_scalars": {"train/loss": buffer}}}
-    torch.save({**content, "meta": {"best": np.float64(1)}}, tmp_path / "stock.pth")
-    cfg.model.head.init_cfg = {
-        "type": "Pretrained",
-        "checkpoint": str(tmp_path / "stock.pth"),
-        "prefix": "head.",
-    }
-    cfg.optim_wrapper.optimizer.lr = 0.0
-    for _ in range(2):
-        load_plain_checkpoint(str(tmp_path / "stock.pth"))
-        run_training(cfg)
-    trained = torch.load(tmp_path / "epoch_1.pth", weights_only=True)["state_dict"]
-    assert torch.equal(trained["head.fc.bias"], weights["head.fc.bias"])
 
 
 def test_a_checkpoint_is_read_from_a_url_and_names_are_not_unique(tmp_path, monkeypatch):

@@ -126,11 +126,6 @@ def run(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "moved")
 
 
-# The forms of mmpretrain's own configs.
-STOCK_EPOCHS = """
-train_cfg = dict(_delete_=True, by_epoch=True, max_epochs=3, val_interval=1)
-train_dataloader = dict(sampler=dict(_delete_=True, type="DefaultSampler", shuffle=True))
-"""
 STOCK_ITERATIONS = """
 train_cfg = dict(_delete_=True, by_epoch=False, max_iters=5, val_interval=5)
 train_dataloader = dict(
@@ -149,9 +144,8 @@ SHORTENED = ("train_dataloader.num_batch_per_epoch=3", "val_dataloader.num_batch
         ("", ("default_hooks.logger.interval=6", "log_processor.window_size=6"), (4, 12), 18),
         (STOCK_ITERATIONS, (), (4,), 5),
         pytest.param("", SHORTENED, (4,), 9, marks=pytest.mark.slow),
-        pytest.param(STOCK_EPOCHS, SHORTENED, (4,), 9, marks=pytest.mark.slow),
     ],
-    ids=["epochs", "stock_iterations", "shortened", "stock_shortened"],
+    ids=["epochs", "stock_iterations", "shortened"],
 )
 def test_a_run_goes_on_within_an_epoch_and_between_two(
     train, own, tmp_path, more, options, resumed, end

@@ -18,7 +18,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.training.checkpoint import load_plain_checkpoint
 from tokenformer_vit.training.config import load_config, name_of
-from tokenformer_vit.training.runner import TrainingRunner
+from tokenformer_vit.training.runner import TrainingRunner, run_training
 
 STOCK = Path(mmpretrain.__file__).parent / ".mim" / "configs"
 # Only what makes a run short: length, schedule, batch and processes.
@@ -123,6 +123,13 @@ def test_mmengines_runner_trains_and_uses_the_backbone(stock, tmp_path):
     inferencer = ImageClassificationInferencer(cfg, pretrained=cfg.load_from, device="cpu")
     (result,) = inferencer(np.zeros((8, 8, 3), dtype=np.uint8))
     assert result["pred_class"] in ("bright", "dark", "split")
+    # A part of a model of ours starts from its file, which has a log and numbers of NumPy.
+    ours = load_config(stock, {"optim_wrapper.optimizer.lr": 0.0}, work_dir=str(tmp_path / "ours"))
+    start = {"type": "Pretrained", "checkpoint": cfg.load_from, "prefix": "head."}
+    ours.model.head.init_cfg = start
+    run_training(ours)
+    trained = load_plain_checkpoint(str(tmp_path / "ours" / "epoch_2.pth"))["state_dict"]
+    assert torch.equal(trained["head.fc.weight"], weights["head.fc.weight"])
 
 
 NEW = """
