@@ -188,20 +188,16 @@ def test_a_list_without_names_and_own_metrics(run, tmp_path):
     assert record["metrics"].keys() == set(figures)
 
 
-def test_a_missing_checkpoint_and_that_of_another_model_are_named(run, tmp_path):
+def test_what_gives_no_figures_is_named(run, tmp_path):
     assert str(tmp_path / "x.pth") in failure(run, tmp_path / "x.pth", tmp_path)
     message = failure(run, run.work_dir, tmp_path, "model.backbone.depth=3")
     assert "another model: backbone.model.blocks.2." in message
-    assert not (tmp_path / "metrics.json").exists()
-
-
-def test_diverged_weights_are_not_given_an_accuracy(run, tmp_path):
     checkpoint = torch.load(run.work_dir / "epoch_2.pth", weights_only=True)
     # Finite, as the reader of weights demands, but what they compute is not.
     checkpoint["state_dict"]["head.fc.weight"][0] = torch.finfo().max
     torch.save(checkpoint, tmp_path / "x.pth")
-    assert "output is not finite" in failure(run, tmp_path / "x.pth", tmp_path / "out")
-    assert not (tmp_path / "out" / "metrics.json").exists()
+    assert "output is not finite" in failure(run, tmp_path / "x.pth", tmp_path)
+    assert not (tmp_path / "metrics.json").exists()
 
 
 @pytest.mark.parametrize("classes", [2, 1000])

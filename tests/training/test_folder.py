@@ -72,21 +72,6 @@ def test_a_folder_trains_and_a_run_is_resumed_but_not_replaced(data_root, tmp_pa
     assert (cfg.resume, cfg.load_from, cfg.get("work_dir")) == (False, None, None)
 
 
-def test_the_same_command_repeats_what_a_killed_run_began(data_root, tmp_path, command):
-    run = tmp_path / "run"
-    words = (data_root, "--work-dir", run, "--resume", "--auto-scale-lr", *SHORT)
-    texts, rates = [], []
-    for _ in range(2):
-        done = command("train", *words, "train_dataloader.num_batch_per_epoch=1")
-        assert done.status == 0, done.output
-        texts.append((run / f"{data_root.name}.py").read_text())
-        rates += re.findall("learning_rate: (.*)", (run / "README.md").read_text())
-        for name in ("epoch_1.pth", "epoch_2.pth", "last_checkpoint"):
-            (run / name).unlink()
-    assert len(rates) == 2
-    assert len(set(texts)) == len(set(rates)) == 1
-
-
 def test_the_same_command_resumes_a_run_whatever_it_started_from(data_root, tmp_path):
     """The run prints "to resume: the same command with --resume"."""
     fine_tuning = Start(checkpoint=Path("tokenformer_cifar10_micro"), freeze=True)

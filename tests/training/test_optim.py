@@ -139,31 +139,6 @@ def test_an_optimiser_of_timm_takes_the_steps_that_timm_makes(config, name, kind
         torch.testing.assert_close(names[name], parameter)
 
 
-@pytest.mark.parametrize("kind", ["timm.optim.Muon", "timm.optim.Lamb", "AdamW"])
-def test_a_loaded_optimiser_keeps_its_own_settings(config, kind, tmp_path):
-    own = {"type": kind, "weight_decay": 0.1}
-    model, optimizer = make(config, "MergedOptimWrapperConstructor", optimizer=own)
-    step(model, optimizer)
-    optimizer.param_groups[0]["lr"] = 0.5  # by a schedule
-    torch.save(optimizer.state_dict(), tmp_path / "state.pth")
-    state = torch.load(tmp_path / "state.pth", weights_only=True)
-    own["weight_decay"] = 0.2
-    _, resumed = make(config, "MergedOptimWrapperConstructor", optimizer=own)
-    runner = SimpleNamespace(
-        optim_wrapper=SimpleNamespace(optimizer=resumed), param_schedulers=None
-    )
-    before = [group["weight_decay"] for group in resumed.param_groups]
-    optim.keep_settings(runner, state["param_groups"])
-    resumed.load_state_dict(state)
-    assert [group["weight_decay"] for group in resumed.param_groups] == before
-    for group, saved in zip(resumed.param_groups, optimizer.param_groups, strict=True):
-        assert group["lr"] == saved["lr"]
-        assert group.get("step") == saved.get("step")  # Lamb's state
-    for one, two in zip(optimizer.state.values(), resumed.state.values(), strict=True):
-        for name in one:
-            torch.testing.assert_close(one[name], two[name])
-
-
 def test_a_plateau_also_lowers_the_rates_of_new_pairs():
     layers = [nn.Linear(2, 2) for _ in range(3)]
     optimizer = torch.optim.SGD([{"params": each.parameters()} for each in layers[:2]], lr=1.0)

@@ -126,8 +126,10 @@ def run(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "moved")
 
 
+# A form of mmpretrain's own configs, and an optimiser that counts steps by group.
 STOCK_ITERATIONS = """
 train_cfg = dict(_delete_=True, by_epoch=False, max_iters=5, val_interval=5)
+optim_wrapper = dict(optimizer=dict(type="timm.optim.Lamb"))
 train_dataloader = dict(
     sampler=dict(_delete_=True, type="InfiniteSampler", shuffle=True),
     dataset=dict(pipeline=[dict(type="LoadImage"), dict(type="PackInputs")]),
@@ -279,11 +281,13 @@ def test_a_run_goes_on_with_twice_the_images_in_half_the_batches(train, tmp_path
     four, two = (f"optim_wrapper.accumulative_counts={number}" for number in (4, 2))
     train(tmp_path / "one", "--batch-size", "4", *options, four)  # 24 iterations, 6 steps
     start = str(tmp_path / "one" / "iter_16.pth")
-    output = train(tmp_path / "two", "--resume", start, "--batch-size", "8", *options, two)
+    decay = "optim_wrapper.optimizer.weight_decay=0.3"
+    output = train(tmp_path / "two", "--resume", start, "--batch-size", "8", *options, two, decay)
     assert ("iterations an epoch", "12", "6") in lines_of(output)
     last = last_checkpoint(tmp_path / "two")
     assert last["meta"]["iter"] == 12
     assert last["ema_state_dict"]["steps"] == 6
+    assert {each["weight_decay"] for each in last["optimizer"]["param_groups"]} == {0, 0.3}
 
 
 @pytest.mark.slow
