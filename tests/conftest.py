@@ -19,6 +19,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .samples import CONFIG
+
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # `train` would start itself again with it
 
@@ -220,6 +222,14 @@ def _prepare_training(stack: ExitStack) -> None:
 @pytest.fixture(scope="session")
 def command() -> Command:
     return Command()
+
+
+@pytest.fixture(scope="session")
+def config(tmp_path_factory) -> Path:
+    """Return a config of an image classifier that trains in a second."""
+    path = tmp_path_factory.mktemp("configs") / "small.py"
+    path.write_text(CONFIG)
+    return path
 
 
 @pytest.fixture

@@ -3,11 +3,9 @@
 import copy
 import re
 
-import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 from timm.data import resolve_input_data_config
 from timm.models.vision_transformer import VisionTransformer
 from timm.utils import reparameterize_model
@@ -21,6 +19,8 @@ from tokenformer_vit.models.vit import ConvStem
 from tokenformer_vit.vision.compression import tensor_batches
 from tokenformer_vit.vision.images import list_images
 from tokenformer_vit.vision.prediction import class_names
+
+from ..samples import write_images
 
 NAME = "vit_tiny_patch16_224"
 SHAPE = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
@@ -73,11 +73,7 @@ def test_a_vit_on_the_disk_becomes_a_folder(kind, vit, folder, tmp_path, capsys)
 def test_images_order_the_pairs_and_the_result_can_be_inspected(
     vit, folder, tmp_path, capsys, generator
 ):
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    for index in range(6):
-        image = Image.fromarray(generator.integers(0, 255, (40, 50, 3), np.uint8))
-        image.save(photos / f"{index}.png")
+    photos = write_images(tmp_path, (40, 50), {"photos": 6}, generator) / "photos"
     run(folder, tmp_path / "out", "--images", photos, "--batch-size", 5)
     assert "and 100.00% with the same top-1 class, of 6 images\n" in capsys.readouterr().out
     model = same(tmp_path / "out", vit)
@@ -119,32 +115,21 @@ def test_what_is_no_plain_vit_leaves_nothing(vit, folder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.fixture
-def named(monkeypatch):
-    """Convert a model as if its weights were downloaded by the name."""
+def test_a_name_of_timm_brings_weights_that_have_a_counterpart(vit, tmp_path, monkeypatch):
     create = timm.create_model
 
-    def run_with(model, *words):
-        known = [NAME, {"pretrained": True}]
-        offline = lambda name, **how: model if [name, how] == known else create(name, **how)  # noqa: E731
+    def convert_named(model, *words):
+        known = (NAME, {"pretrained": True})
+        offline = lambda name, **how: model if (name, how) == known else create(name, **how)  # noqa: E731
         monkeypatch.setattr(timm, "create_model", offline)
         run(NAME, *words)
 
-    return run_with
-
-
-def test_a_name_of_timm_brings_its_pretrained_weights(vit, tmp_path, named):
-    named(vit, tmp_path / "out")
-    same(tmp_path / "out", vit)
-
-
-def test_what_has_no_counterpart_leaves_nothing(vit, tmp_path, named):
     broken = copy.deepcopy(vit)
     torch.nn.init.constant_(broken.head.weight, torch.nan)
     hooked, scaled = copy.deepcopy(vit), copy.deepcopy(vit)
     hooked.blocks[1].mlp.register_forward_hook(lambda _, __, output: 2 * output)
     scaled.blocks[0].attn.fused_attn, scaled.blocks[0].attn.scale = False, 0.5
-    other = timm.create_model(NAME, **SHAPE, act_layer="quick_gelu")
+    other = create(NAME, **SHAPE, act_layer="quick_gelu")
     for model, said in (
         (broken, "outputs are not finite"),
         (hooked, r"blocks\.1\.mlp has a forward hook; give"),
@@ -152,8 +137,10 @@ def test_what_has_no_counterpart_leaves_nothing(vit, tmp_path, named):
         (other, "QuickGELU.* is not GELU"),
     ):
         with pytest.raises(InputError, match=rf"^[^\n]*{said}[^\n]*$"):
-            named(model, tmp_path / "new" / "out")
+            convert_named(model, tmp_path / "new" / "out")
     assert not [*tmp_path.iterdir()]
+    convert_named(vit, tmp_path / "out")
+    same(tmp_path / "out", vit)
 
 
 def test_a_checkpoint_of_other_code_needs_the_name_of_its_model(vit, folder, tmp_path):

@@ -1,4 +1,4 @@
-"""A small image data set and a config that trains on it in seconds."""
+"""A small image data set, and runs of a config that trains on it in seconds."""
 
 import copy
 import re
@@ -12,69 +12,22 @@ import numpy as np
 import pytest
 import torch
 from mmengine.registry import DefaultScope
-from PIL import Image
 from torch.distributed import destroy_process_group, init_process_group
 from torch.multiprocessing import start_processes
 
 from tokenformer_vit.training.reports import read_scalars
 
-ROOT = Path(__file__).resolve().parents[2]
-CLASSES = ("bright", "dark", "split")
-
-CONFIG = f"""
-_base_ = "{ROOT}/configs/digits_demo.py"
-model = dict(
-    backbone=dict(embed_dim=24, depth=2, num_heads=2, drop_path_rate=0.2),
-    head=dict(num_classes=3, in_channels=24),
-    train_cfg=dict(_delete_=True, augments=[dict(type="Mixup", alpha=0.8)]),
-)
-data_preprocessor = dict(num_classes=3)
-train_pipeline = [
-    dict(type="LoadImage"),
-    dict(type="v2/RandomCrop", size=8, padding=1),
-    dict(type="v2/RandomHorizontalFlip", p=0.5),
-    dict(type="PackLabels"),
-]
-train_dataloader = dict(batch_size=8, num_workers=0, dataset=dict(pipeline=train_pipeline))
-val_dataloader = dict(batch_size=8)
-test_dataloader = dict(batch_size=8)
-val_evaluator = dict(topk=(1,))
-test_evaluator = dict(topk=(1,))
-param_scheduler = [
-    dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=1, convert_to_iter_based=True),
-    dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=1),
-]
-train_cfg = dict(max_epochs=3, val_interval=1)
-default_hooks = dict(logger=dict(interval=1))
-log_processor = dict(window_size=1)  # each loss as it is, not a mean over the last ten
-"""
-
-
-def write_images(root: Path, per_class: int) -> None:
-    rng = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for label, name in enumerate(CLASSES):
-            folder = root / split / name
-            folder.mkdir(parents=True)
-            for index in range(per_class):
-                pixels = rng.integers(0, 100, (8, 8, 3), dtype=np.uint8)
-                pixels[:, (0, 8, 4)[label] :] += 120
-                Image.fromarray(pixels).save(folder / f"{index}.png")
+from ..samples import CLASSES, write_images
 
 
 @pytest.fixture(scope="session")
 def data_root(tmp_path_factory) -> Path:
     """16 training images a class: 48, six batches of eight."""
     root = tmp_path_factory.mktemp("images")
-    write_images(root, 16)
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        write_images(root / split, (8, 8), dict.fromkeys(CLASSES, 16), rng)
     return root
-
-
-@pytest.fixture(scope="session")
-def config(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("configs") / "small.py"
-    path.write_text(CONFIG)
-    return path
 
 
 @pytest.fixture

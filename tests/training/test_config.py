@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -85,16 +84,6 @@ def test_schedules_are_scaled_with_a_run(changed, caplog):
         load_config(path, epochs=1)
 
 
-def test_options_reach_into_lists_and_every_loader(config):
-    options = {"param_scheduler.1.eta_min": 0.5}
-    cfg = load_config(config, options, data_root="d", compile=True)
-    assert cfg.compile
-    assert cfg.param_scheduler[1].eta_min == 0.5
-    for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
-        assert {each.data_root for each in datasets(cfg[name].dataset)} == {"d"}
-    assert cfg.work_dir == "work_dirs/small"
-
-
 def test_configs_are_found_and_are_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("digits_demo", "configs/digits_demo.py"):
@@ -145,16 +134,6 @@ def test_workers_are_one_a_core(config, monkeypatch, cores, environment, workers
     cfg = load_config("imagenet_base.py", {"test_dataloader.num_workers": 3})
     loaders = [cfg[f"{name}_dataloader"] for name in ("train", "val", "test")]
     assert [each.num_workers for each in loaders] == [workers, workers, 3]
-
-
-def test_a_config_tells_the_sampler_how_short_an_epoch_is(config):
-    options = {"train_dataloader.num_batch_per_epoch": 2, "val_dataloader.num_batch_per_epoch": 1}
-    cfg = load_config(config, {**options, "train_dataloader.batch_size": 5})
-    assert cfg.train_dataloader.sampler.num_samples == 2 * 5
-    assert cfg.val_dataloader.sampler.type == "ResumableSampler"
-    assert cfg.val_dataloader.sampler.num_samples == 8
-    for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
-        assert "num_batch_per_epoch" not in cfg[name]  # mmengine would take the first images
 
 
 @pytest.mark.parametrize(
@@ -277,12 +256,3 @@ def test_images_are_not_lost_without_a_word(config, tmp_path):
         check_folders(cfg, ("train_dataloader",))
     with pytest.raises(InputError, match=r"there is no folder .*/val: give `--data-root`"):
         check_folders(cfg, ("val_dataloader",))
-
-
-def test_a_corrupt_image_stops_training_with_its_name(train, data_root, tmp_path):
-    root = tmp_path / "images"
-    shutil.copytree(data_root, root)
-    (root / "train" / "dark" / "3.png").write_bytes(b"\x89PNG broken")
-    line = train.fails(tmp_path / "run", "--data-root", str(root))
-    assert "cannot read image" in line
-    assert "dark/3.png" in line

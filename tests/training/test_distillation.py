@@ -83,44 +83,37 @@ def test_the_teacher_sees_the_same_images_in_its_own_size_and_normalisation(
     assert not predicted.requires_grad
 
 
-@pytest.mark.parametrize(("labels", "weight", "tau"), [("soft", 0.3, 2.0), ("hard", 0.5, 1.0)])
-def test_the_loss_has_the_labels_and_the_teacher(labels, weight, tau, batch, teacher):
-    model = build(teacher[0], labels=labels, weight=weight, temperature=tau)
+@pytest.mark.parametrize(
+    ("labels", "weight", "tau", "token"),
+    [("soft", 0.3, 2.0, False), ("hard", 0.5, 1.0, False), ("hard", 0.5, 1.0, True)],
+)
+def test_the_loss_has_the_labels_and_the_teacher(labels, weight, tau, token, batch, teacher):
+    """The teacher trains the head of a distillation token alone, if there is one."""
+    model = build(teacher[0], token=token, labels=labels, weight=weight, temperature=tau)
     torch.nn.init.normal_(model.head.fc.weight)
     images, scores = batch
     losses = model.loss(images, scores)
-    own = model.head(model.extract_feat(images)).double()
+    own = taught = model.head(model.extract_feat(images)).double()
+    if token:
+        tokens = model.backbone.model.forward_features(images)
+        own, taught = model.head.fc(tokens[:, 0]), model.head.fc_dist(tokens[:, 1])
+        torch.testing.assert_close(model(images, mode="tensor"), (own + taught) / 2)
     other = expected_logits(teacher[1], images, 32)
-    label_loss = F.cross_entropy(own, (0.9 * scores + 0.1 / 3).double())
+    label_loss = F.cross_entropy(own, (0.9 * scores + 0.1 / 3).to(own))
     if labels == "hard":
-        teacher_loss = F.cross_entropy(own, other.argmax(dim=1))
+        teacher_loss = F.cross_entropy(taught, other.argmax(dim=1))
     else:
-        p, q = ((each / tau).softmax(dim=1) for each in (other, own))
+        p, q = ((each / tau).softmax(dim=1) for each in (other, taught))
         teacher_loss = tau**2 * (p * (p / q).log()).sum(dim=1).mean()
     close = {"rtol": 1e-3, "atol": 1e-4, "check_dtype": False}
     torch.testing.assert_close(losses["from_labels"], label_loss, **close)
     torch.testing.assert_close(losses["from_teacher"], teacher_loss, **close)
     losses["loss"].backward()
-    gradient = copy.deepcopy(model.head.fc.weight.grad)
+    gradients = [copy.deepcopy(each.grad) for each in model.head.parameters()]
     model.zero_grad()
     ((1 - weight) * label_loss + weight * teacher_loss).backward()
-    torch.testing.assert_close(gradient, model.head.fc.weight.grad, **close)
-
-
-def test_the_teacher_trains_the_head_of_the_distillation_token_alone(batch, teacher):
-    model = build(teacher[0], weight=0.5, token=True)
-    for head in (model.head.fc, model.head.fc_dist):
-        torch.nn.init.normal_(head.weight)
-    images, scores = batch
-    losses = model.loss(images, scores)
-    tokens = model.backbone.model.forward_features(images)
-    own, taught = model.head.fc(tokens[:, 0]), model.head.fc_dist(tokens[:, 1])
-    label_loss = F.cross_entropy(own, 0.9 * scores + 0.1 / 3)
-    teacher_loss = F.cross_entropy(taught, expected_logits(teacher[1], images, 32).argmax(dim=1))
-    torch.testing.assert_close(losses["from_labels"], label_loss)
-    torch.testing.assert_close(losses["from_teacher"], teacher_loss)
-    torch.testing.assert_close(losses["loss"], (label_loss + teacher_loss) / 2)
-    torch.testing.assert_close(model(images, mode="tensor"), (own + taught) / 2)
+    for gradient, parameter in zip(gradients, model.head.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, **close)
 
 
 def test_only_the_student_is_trained_saved_and_copied(batch, teacher):

@@ -2,7 +2,6 @@
 
 import os
 import socket
-from itertools import pairwise
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -103,20 +102,3 @@ def test_two_processes_learn_at_the_same_call_what_one_noticed(in_two_processes)
 
     one, other = in_two_processes(ask)
     assert one == other >= 30
-
-
-def test_processes_ask_each_other_every_few_seconds(monkeypatch):
-    """Not in each step, which would wait for the GPU."""
-    now, asked = [0.0], []
-    monkeypatch.setattr("tokenformer_vit.training.runner.get_world_size", lambda: 2)
-    monkeypatch.setattr("tokenformer_vit.training.runner.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(
-        "tokenformer_vit.training.runner.all_reduce", lambda *_, **__: asked.append(now[0])
-    )
-    termination = Termination()
-    for step in range(600):
-        now[0] += 0.2 if step < 300 else 0.3  # validations take time, too
-        termination.agreed()
-    waits = [later - earlier for earlier, later in pairwise(asked)]
-    assert max(waits) < 5.1
-    assert len(asked) < 70

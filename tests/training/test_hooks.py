@@ -1,32 +1,25 @@
 """A run is checked before it starts, stops when it diverges, and shows how it goes."""
 
 import functools
-import io
-import logging
 import os
 import pickle
 import re
-import sys
 import threading
-from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from mmengine.logging import HistoryBuffer, MessageHub
 from mmengine.optim import OptimWrapper
-from mmpretrain.registry import MODELS
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.training import hooks, reports
-from tokenformer_vit.training.checkpoint import ExactCheckpointHook, load_plain_checkpoint
+from tokenformer_vit.training import hooks
+from tokenformer_vit.training.checkpoint import load_plain_checkpoint
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.data.mixing import LabelHead
-from tokenformer_vit.training.hooks import GuardHook
-from tokenformer_vit.training.reports import ProgressHook
 from tokenformer_vit.training.runner import run_training
+
+from .conftest import scalars
 
 AVERAGE = {"type": "EMAHook", "momentum": 4e-5}
 RUNS = {
@@ -66,41 +59,33 @@ def test_a_run_that_diverges_stops_and_keeps_the_last_checkpoint(train, tmp_path
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())
 
 
-def test_the_iteration_of_an_infinite_loss_is_named(train, tmp_path, monkeypatch):
-    """The logger's interval is longer than the run."""
-    loss, steps = LabelHead.loss, iter(range(100))
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("loss", "the loss is inf at iteration 8, epoch 2"),
+        ("weights", "the weights are not finite .*last good checkpoint is .*epoch_1"),
+    ],
+)
+def test_what_is_not_finite_is_named_and_neither_validated_nor_saved(
+    train, tmp_path, monkeypatch, part, said
+):
+    """The logger's interval is longer than the run; an epoch has six iterations."""
+    loss, steps = LabelHead.loss, iter(range(1, 100))
 
-    def infinite_once(*args, **kwargs):
-        factor = torch.inf if next(steps) == 7 else 1
-        return {name: value * factor for name, value in loss(*args, **kwargs).items()}
+    def infinite_once(head, *args, **kwargs):
+        found, step = loss(head, *args, **kwargs), next(steps)
+        if part == "weights" and step == 12:
+            torch.nn.init.constant_(head.fc.bias, torch.inf)
+        factor = torch.inf if part == "loss" and step == 8 else 1
+        return {name: value * factor for name, value in found.items()}
 
     monkeypatch.setattr(LabelHead, "loss", infinite_once)
-    # Without a step the weights stay finite.
-    monkeypatch.setattr(OptimWrapper, "should_update", lambda self: False)
+    if part == "loss":  # without a step the weights stay finite
+        monkeypatch.setattr(OptimWrapper, "should_update", lambda self: False)
     line = train.fails(tmp_path, "--cfg-options", "default_hooks.logger.interval=100")
-    assert "the loss is inf at iteration 8, epoch 2" in line
-
-
-def test_weights_that_are_not_finite_are_neither_validated_nor_saved():
-    hub = MessageHub("run")
-    hub.update_info("last_ckpt", "epoch_1.pth")
-    runner = SimpleNamespace(
-        model=torch.nn.Linear(2, 2),
-        message_hub=hub,
-        optim_wrapper=SimpleNamespace(get_lr=lambda: {"lr": [0.1]}, should_update=lambda: True),
-        train_loop=None,
-        iter=3,
-        hooks=[],
-        call_hook=lambda name: None,
-        epoch=1,
-    )
-    GuardHook().before_val(runner)
-    torch.nn.init.constant_(runner.model.weight, torch.inf)
-    words = r"weights are not finite at iteration 4.*last good checkpoint is epoch_1\.pth"
-    with pytest.raises(InputError, match=words):
-        GuardHook().before_val(runner)
-    with pytest.raises(InputError, match=words):
-        ExactCheckpointHook(max_keep_ckpts=-1)._save_checkpoint_with_step(runner, 2, {})
+    assert re.search(said, line)
+    assert not (tmp_path / "epoch_2.pth").exists()
+    assert list(scalars(tmp_path)[1]) == [1]
 
 
 def test_the_terminal_begins_with_what_matters(trained):
@@ -116,52 +101,11 @@ def test_the_terminal_begins_with_what_matters(trained):
         "length": "6 steps in 2 epochs",
     }
     assert facts.items() >= told.items()
-    assert len(lines) < 60  # not hundreds, with the config, the environment and the hooks
-
-
-@contextmanager
-def serve(folder):
-    """Serve the files of a folder by HTTP, on this machine alone."""
-    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(folder))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_bar_and_speed(monkeypatch):
-    now, stream = [0.0], Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
-    monkeypatch.setattr(reports, "_announce", lambda runner: None)
-    data = SimpleNamespace(metainfo={"context_length": 128})
-    loader = type("Loader", (), {"batch_size": 4, "dataset": data, "__len__": lambda _: 2})()
-    runner = SimpleNamespace(
-        train_dataloader=loader,
-        cfg=SimpleNamespace(default_hooks={}),
-        world_size=12,
-        optim_wrapper=SimpleNamespace(_accumulative_counts=1),
-        train_loop=None,
-        logger=logging.getLogger("test"),
-        message_hub=MessageHub("hub"),
-        **{"max_iters": 10, "iter": 4},
+    assert all(  # accumulated or not, an iteration by epochs is a batch of 8
+        record["images/s"] == pytest.approx(8 / record["time"])
+        for record in scalars(trained.work_dir)[0].values()
     )
-    hook = ProgressHook()
-    hook.before_train(runner)
-    for batch in range(4):
-        now[0] += 2
-        runner.message_hub.update_scalar("train/time", 2.0)
-        hook.after_train_iter(runner, batch % 2)
-        now[0] += 4 * (batch == 1)  # a validation
-    assert runner.message_hub.get_scalar("train/tokens/s").current() == 48 * 128 / 2
-    hook._bar.refresh()
-    hook.after_train(runner)
-    assert "8/10 [00:12<00:06" in stream.getvalue()  # validations count in the ETA
+    assert len(lines) < 60  # not hundreds, with the config, the environment and the hooks
 
 
 class Trap:
@@ -192,38 +136,19 @@ def test_a_checkpoint_runs_no_code(config, data_root, tmp_path):
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
 
 
-def test_a_model_starts_from_a_checkpoint_of_mmengines_own_runner(config, data_root, tmp_path):
-    """It has the log and numbers of NumPy; another file was read before it."""
-    cfg = load_config(config, {"train_cfg.max_epochs": 1}, str(data_root), str(tmp_path))
-    cfg.param_scheduler = []
-    head = MODELS.build({**cfg.model, "data_preprocessor": cfg.data_preprocessor}).head
-    buffer = HistoryBuffer([1.0], [1])
-    weights = {f"head.{name}": each + 1 for name, each in head.state_dict().items()}
-    content = {"state_dict": weights, "message_hub": {"log_scalars": {"train/loss": buffer}}}
-    torch.save({**content, "meta": {"best": np.float64(1)}}, tmp_path / "stock.pth")
-    cfg.model.head.init_cfg = {
-        "type": "Pretrained",
-        "checkpoint": str(tmp_path / "stock.pth"),
-        "prefix": "head.",
-    }
-    cfg.optim_wrapper.optimizer.lr = 0.0
-    for _ in range(2):
-        load_plain_checkpoint(str(tmp_path / "stock.pth"))
-        run_training(cfg)
-    trained = torch.load(tmp_path / "epoch_1.pth", weights_only=True)["state_dict"]
-    assert torch.equal(trained["head.fc.bias"], weights["head.fc.bias"])
-
-
 def test_a_checkpoint_is_read_from_a_url_and_names_are_not_unique(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     for number in range(2):
         folder = tmp_path / str(number)
         folder.mkdir()
         torch.save({"state_dict": {"x": torch.tensor(number)}}, folder / "epoch_1.pth")
-    with serve(tmp_path) as address:
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         for number in (0, 1, 0):
-            content = load_plain_checkpoint(f"{address}/{number}/epoch_1.pth")
-            assert content["state_dict"]["x"] == number
+            address = f"http://127.0.0.1:{server.server_port}/{number}/epoch_1.pth"
+            assert load_plain_checkpoint(address)["state_dict"]["x"] == number
+        server.shutdown()
 
 
 def test_text_that_mmengine_would_run_as_a_config_is_dropped(tmp_path):

@@ -94,39 +94,29 @@ def test_processes_draw_from_one_seed_whatever_their_own():
         assert hub.get_info("seed") == loader.dataset.seed == 5
 
 
-def test_the_loss_is_the_mean_over_sizes(at, batch):
-    model = build()
-    images, scores = batch
-    for iteration in range(3):
-        at(iteration)
-        losses = []
-        for size in model.drawn_sizes():
-            own = logits(model, images, size)
-            losses.append(-(0.9 * scores + 0.1 / CLASSES) * own.log_softmax(dim=1))
-        expected = torch.cat(losses).sum(dim=1).mean()
-        torch.testing.assert_close(model.loss(images, scores)["loss"], expected)
-    assert model.sized.blocks[0].mlp.size == 1  # afterwards all pairs are in use
-
-
-def test_a_smaller_size_learns_labels_and_the_next_larger_size(at, batch):
-    model = build(distill=True).double()
+@pytest.mark.parametrize("distill", [False, True])
+def test_a_size_learns_labels_and_if_asked_the_next_larger_size(distill, at, batch):
+    model = build(distill=distill).double()
     torch.nn.init.normal_(model.head.fc.weight, std=0.3)
     at(50)
     images, scores = (each.double() for each in batch)
-    model.loss(images, scores)["loss"].backward()
+    found = model.loss(images, scores)["loss"]
+    found.backward()
     own = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     losses, teacher = [], None
     for size in model.drawn_sizes():
-        found = logits(model, images, size)
-        losses.append(F.cross_entropy(found, 0.9 * scores + 0.1 / CLASSES))
-        if teacher is not None:
-            distance = teacher * (teacher.log() - found.log_softmax(dim=1))
+        student = logits(model, images, size)
+        losses.append(F.cross_entropy(student, 0.9 * scores + 0.1 / CLASSES))
+        if distill and teacher is not None:
+            distance = teacher * (teacher.log() - student.log_softmax(dim=1))
             losses[-1] = (losses[-1] + distance.sum(dim=1).mean()) / 2
-        teacher = found.detach().softmax(dim=1)
-    (sum(losses) / 3).backward()
+        teacher = student.detach().softmax(dim=1)
+    torch.testing.assert_close(found, torch.stack(losses).mean())
+    torch.stack(losses).mean().backward()
     for each, parameter in zip(own, model.parameters(), strict=True):
         torch.testing.assert_close(each, parameter.grad, rtol=1e-4, atol=1e-6)
+    assert model.sized.blocks[0].mlp.size == 1  # afterwards all pairs are in use
 
 
 def test_predictions_and_metrics_of_every_size(batch):

@@ -1,16 +1,14 @@
-"""Whole trainings on a GPU; with -m slow on a CPU, which shows that the tests are right."""
+"""Whole trainings on a GPU."""
 
-import functools
 import os
 from collections.abc import Callable
 
 import pytest
-import torch
-from mmengine.optim.optimizer import amp_optimizer_wrapper
 from torch._dynamo.utils import counters
 
 from .conftest import growing, last_checkpoint, losses, same_weights
 
+pytestmark = pytest.mark.gpu
 ITERATIONS = 18  # of the config: three epochs
 STOPPED = 8  # after the first growth, and before the second
 BY_ITERATION = """
@@ -26,31 +24,11 @@ optim_wrapper = dict(
 IN_MEMORY = "train_dataloader = dict(dataset=dict(type='ImagesInMemory'))"
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("cpu", marks=pytest.mark.slow),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ]
-)
-def device(request, monkeypatch) -> torch.device:
-    if request.param == "cpu":
-        if torch.cuda.is_available():
-            pytest.skip("mmengine trains on the GPU where there is one")
-        # mmengine trains in float16 only on GPUs; PyTorch also on CPUs, in the same way.
-        on_cpu = functools.partial(torch.amp.GradScaler, "cpu")
-        monkeypatch.setattr(amp_optimizer_wrapper, "GradScaler", on_cpu)
-        monkeypatch.setattr(amp_optimizer_wrapper, "is_cuda_available", lambda: True)
-        on_cpu = functools.partial(torch.autocast, "cpu")
-        monkeypatch.setattr("mmengine.runner.amp.autocast", on_cpu)
-    return torch.device(request.param)
-
-
 @pytest.fixture
-def run(device, train, own, tmp_path) -> Callable:
+def run(train, own, tmp_path) -> Callable:
     def run(name, *options, more=""):
-        words = train.of(
-            own(f"{BY_ITERATION}\n{more}")
-        ).arguments  # in this process, also with a GPU
+        words = train.of(own(f"{BY_ITERATION}\n{more}")).arguments
+        # In this process, also with a GPU.
         done = train.command("train", *words, "--work-dir", tmp_path / name, *options)
         assert done.status == 0, done.output
         return tmp_path / name
@@ -88,9 +66,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, more):
     assert one["optimizer"].get("loss_scaler") == other["optimizer"].get("loss_scaler")
 
 
-def test_one_process_of_torchrun_trains_as_one_without(train, device, own, tmp_path):
+def test_one_process_of_torchrun_trains_as_one_without(train, own, tmp_path):
     launched = train.of(own(BFLOAT16))
-    visible = "" if device.type == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     # The library's own line shows that it connects the processes.
     launched.environment = {"CUDA_VISIBLE_DEVICES": visible, "NCCL_DEBUG": "VERSION"}
     options = ("--deterministic", "--cfg-options", "train_cfg.max_epochs=2")
@@ -100,7 +78,7 @@ def test_one_process_of_torchrun_trains_as_one_without(train, device, own, tmp_p
         *("--launcher", "pytorch", *options),
         launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"),
     )
-    assert ("NCCL version" in output) == (device.type == "cuda")
+    assert "NCCL version" in output
     expected = losses(tmp_path / "plain")
     assert len(expected) == 12
     assert losses(tmp_path / "launched") == pytest.approx(expected, rel=1e-4)

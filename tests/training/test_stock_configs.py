@@ -17,8 +17,8 @@ from PIL import Image
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.training.checkpoint import load_plain_checkpoint
-from tokenformer_vit.training.config import CONFIGS, check_config, load_config, name_of
-from tokenformer_vit.training.runner import TrainingRunner
+from tokenformer_vit.training.config import load_config, name_of
+from tokenformer_vit.training.runner import TrainingRunner, run_training
 
 STOCK = Path(mmpretrain.__file__).parent / ".mim" / "configs"
 # Only what makes a run short: length, schedule, batch and processes.
@@ -123,17 +123,13 @@ def test_mmengines_runner_trains_and_uses_the_backbone(stock, tmp_path):
     inferencer = ImageClassificationInferencer(cfg, pretrained=cfg.load_from, device="cpu")
     (result,) = inferencer(np.zeros((8, 8, 3), dtype=np.uint8))
     assert result["pred_class"] in ("bright", "dark", "split")
-
-
-def test_it_gets_our_hooks_loop_and_sampler(stock):
-    cfg = load_config(stock, {"randomness.seed": 3})
-    check_config(cfg)
-    ours = Config.fromfile(CONFIGS / "_base_" / "runtime.py").default_hooks
-    assert cfg.default_hooks.keys() == ours.keys()
-    assert cfg.default_hooks.checkpoint.type == ours.checkpoint.type
-    assert cfg.default_hooks.checkpoint.save_best == "auto"
-    assert cfg.train_cfg == {"type": "ResumableEpochLoop", "max_epochs": 2, "val_interval": 1}
-    assert cfg.train_dataloader.sampler == {"type": "ResumableSampler", "shuffle": False}
+    # A part of a model of ours starts from its file, which has a log and numbers of NumPy.
+    ours = load_config(stock, {"optim_wrapper.optimizer.lr": 0.0}, work_dir=str(tmp_path / "ours"))
+    start = {"type": "Pretrained", "checkpoint": cfg.load_from, "prefix": "head."}
+    ours.model.head.init_cfg = start
+    run_training(ours)
+    trained = load_plain_checkpoint(str(tmp_path / "ours" / "epoch_2.pth"))["state_dict"]
+    assert torch.equal(trained["head.fc.weight"], weights["head.fc.weight"])
 
 
 NEW = """
@@ -199,17 +195,6 @@ def test_a_model_without_blocks_is_not_compiled(stock, tmp_path, command):
     assert "LeNet5 has no transformer blocks: omit --compile" in done.err
 
 
-def test_the_config_of_a_folder_repeats_its_run(data_root, tmp_path, command):
-    words = ("--cfg-options", "train_dataloader.num_workers=0", "default_hooks.logger.interval=7")
-    done = command("train", data_root, "--epochs", 1, "--work-dir", tmp_path, *words)
-    assert done.status == 0, done.output
-    path = tmp_path / f"{data_root.name}.py"
-    cfg = load_config(path)
-    assert (cfg.train_cfg.max_epochs, cfg.default_hooks.logger.interval) == (1, 7)
-    assert path.read_text().startswith("# ")  # as the folder's own config
-    assert command("test", tmp_path).status == 0
-
-
 def test_the_commands_take_a_config_of_stock_parts(stock, tmp_path, command):
     folder = tmp_path / "run"
     refused = command("train", stock, "--auto-scale-lr")
@@ -222,37 +207,26 @@ def test_the_commands_take_a_config_of_stock_parts(stock, tmp_path, command):
     assert command("test", *words).status == 0
 
 
-@pytest.fixture
-def start(own, data_root, tmp_path):
-    def start(saved, more=""):
-        torch.save(saved, tmp_path / "timm.pth")
-        text = f"load_from = {str(tmp_path / 'timm.pth')!r}\ndefault_hooks = dict(ema=None)"
-        path = own(f"{text}\n{more}")
-        cfg = load_config(path, data_root=str(data_root), work_dir=str(tmp_path))
-        cfg.experiment_name = str(tmp_path)
-        return TrainingRunner.from_cfg(cfg)
-
-    return start
-
-
-@pytest.mark.parametrize("saved", ["weights", "checkpoint"])
-def test_a_run_starts_from_a_checkpoint_of_timm(saved, start):
+@pytest.mark.parametrize("saved", ["weights", "checkpoint", "another head"])
+def test_a_run_starts_from_a_checkpoint_of_timm(saved, own, data_root, tmp_path):
     """mmengine would only warn that no name fits, and train from scratch."""
-    weights = timm.create_model("tokenformer_tiny", **SIZES, num_classes=3).state_dict()
+    classes = 7 if saved == "another head" else 3
+    weights = timm.create_model("tokenformer_tiny", **SIZES, num_classes=classes).state_dict()
     content = {"state_dict": weights, "arch": "tokenformer_tiny", "epoch": 3, "optimizer": {}}
-    runner = start(weights if saved == "weights" else content)
-    runner.load_or_resume()
-    loaded = timm_state_dict(runner.model.state_dict())
-    assert loaded.keys() == weights.keys()
-    assert all(torch.equal(loaded[name], each) for name, each in weights.items())
-
-
-def test_weights_with_another_head_do_not_let_a_model_grow(start):
-    schedule = [{"epoch": 1, "num_ffn_param_tokens": 128}]
-    hook = {"type": "GrowthHook", "schedule": schedule}
-    weights = timm.create_model("tokenformer_tiny", **SIZES, num_classes=7).state_dict()
-    runner = start(weights, f"custom_hooks = [{hook!r}]")
+    torch.save(content if saved == "checkpoint" else weights, tmp_path / "timm.pth")
+    hook = {"type": "GrowthHook", "schedule": [{"epoch": 1, "num_ffn_param_tokens": 128}]}
+    text = f"load_from = {str(tmp_path / 'timm.pth')!r}\ncustom_hooks = [{hook!r}]"
+    path = own(f"{text}\ndefault_hooks = dict(ema=None)")
+    cfg = load_config(path, data_root=str(data_root), work_dir=str(tmp_path))
+    cfg.experiment_name = str(tmp_path)
+    runner = TrainingRunner.from_cfg(cfg)
     before = {name: each.shape for name, each in runner.model.state_dict().items()}
-    with pytest.raises(InputError, match=r"head\.fc\.weight is \(7, 24\) in the file"):
+    if saved == "another head":
+        with pytest.raises(InputError, match=r"head\.fc\.weight is \(7, 24\) in the file"):
+            runner.load_or_resume()
+    else:
         runner.load_or_resume()
+        loaded = timm_state_dict(runner.model.state_dict())
+        assert loaded.keys() == weights.keys()
+        assert all(torch.equal(loaded[name], each) for name, each in weights.items())
     assert {name: each.shape for name, each in runner.model.state_dict().items()} == before

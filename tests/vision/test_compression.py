@@ -3,7 +3,6 @@
 import copy
 import json
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -74,6 +73,7 @@ def test_a_smaller_model_becomes_smaller_again():
 
 @torch.no_grad()
 def test_pairs_that_add_nothing_go_first():
+    torch.manual_seed(0)
     model = build(theta="gelu")
     twice = grow(copy.deepcopy(model), None, None, [128, 256, 128], init="duplicate")
     share = flops_of(model) / flops_of(twice)
@@ -113,25 +113,14 @@ def test_a_vit_leaves_with_equal_feed_forward_layers():
         equal_count(model, 0.2)
 
 
-def test_what_is_measured_is_that_of_each_model():
-    one, other, x = convert(), convert(), images(10)
-    with torch.no_grad():
-        classes = [each(x).argmax(dim=1) for each in (one, other)]
-    labels = classes[1].clone()
-    labels[:3] = (labels[:3] + 1) % 4
-    first, second = measure({"a": one, "b": other}, x.split(4), labels)
-    same = (classes[0] == classes[1]).double().mean().item() * 100
-    assert (first["agreement"], second["agreement"]) == (100, pytest.approx(same))
-    assert second["top1"] == pytest.approx(70)
-    assert min(first["milliseconds"], second["milliseconds"]) > 0
-    bare = [convert(num_classes=0) for _ in range(2)]
+@torch.no_grad()
+def test_models_without_classes_are_compared_by_the_cosine_of_their_outputs():
+    bare, x = [convert(num_classes=0) for _ in range(2)], images(10)
     first, second = measure(dict(zip("ab", bare, strict=True)), [x], None)
     cosine = torch.nn.functional.cosine_similarity(*(each(x) for each in bare)).mean().item()
     assert first["agreement"] == pytest.approx(100)
     assert second["agreement"] == pytest.approx(100 * cosine, abs=1e-3)
-    assert "top1" not in first
-    for each in bare:
-        each.global_pool = ""
+    bare[0].global_pool = ""
     assert measure({"a": bare[0]}, [x], None)[0]["agreement"] == pytest.approx(100)
 
 
@@ -176,12 +165,3 @@ def test_the_page_has_what_the_records_have(name):
         for each in record["points"]
     ]
     assert "equal" not in name or all(f"{share:.2f}" in line for share in shares[1:])
-
-
-def test_the_page_has_the_means_of_the_older_record():
-    folder = Path(__file__).resolve().parents[2] / "tokenformer_vit/growth"
-    record = json.loads((folder / "results/compression_budgets.json").read_text())
-    mean = {(each["method"], each["keep"]): fmean(each["top1"]) for each in record["points"]}
-    page = (folder / "README.md").read_text(encoding="utf-8").replace("\n", " ")
-    assert f"micro model had {mean['prune', 0.5]:.1f} at half" in page
-    assert f"and {mean['budget', 0.5]:.1f} with numbers by the loss" in page

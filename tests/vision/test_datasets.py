@@ -20,30 +20,18 @@ from tokenformer_vit.vision.datasets import (
     open_images,
 )
 
+from ..samples import rows_of, write_parquet
+
 datasets = pytest.importorskip("datasets")
 pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 pytestmark = pytest.mark.usefixtures("arrow_cache")
 NAMES = ["ant", "bee", "cat"]
 
 
-def rows_of(labels, names=NAMES, label="label", image="image", **more):
-    """Return a data set of random images, and their bytes."""
-    images = [os.urandom(20) for _ in labels]
-    features = {image: datasets.Image()}
-    if names:
-        features[label] = datasets.ClassLabel(names=names)
-    columns = {image: [{"bytes": each, "path": None} for each in images], label: labels, **more}
-    rows = datasets.Dataset.from_dict(columns)
-    for name, feature in features.items():
-        rows = rows.cast_column(name, feature)
-    return rows, images
-
-
 def write(path, labels, *names, **columns):
     """Write a parquet file of random images, and return their bytes."""
-    rows, images = rows_of(labels, *names, **columns)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows.to_parquet(path, batch_size=2)
+    images = [os.urandom(20) for _ in labels]
+    write_parquet(path, images, labels, *names, **columns)
     return images
 
 
@@ -86,8 +74,8 @@ def test_parquet_files(source):
 
 @pytest.mark.parametrize("together", [True, False])
 def test_saved_data_sets(together, tmp_path):
-    rows, images = rows_of(LABELS)
-    rows = rows.cast_column("image", datasets.Image(decode=False))
+    images = [os.urandom(20) for _ in LABELS]
+    rows = rows_of(images, LABELS).cast_column("image", datasets.Image(decode=False))
     shuffled = rows.shuffle(seed=0)
     order = [images.index(row["image"]["bytes"]) for row in shuffled]
     saved = datasets.DatasetDict(train=shuffled, test=rows) if together else shuffled
@@ -145,9 +133,7 @@ def test_labels_without_names_are_those_of_training(tmp_path):
 
 @pytest.mark.parametrize("label", [-1, 3, None])
 def test_a_label_that_is_no_class_is_named(label, tmp_path):
-    rows, _ = rows_of([0, 1, 2])
-    rows = rows.remove_columns("label").add_column("label", [0, 1, label])
-    rows.to_parquet(tmp_path / "train.parquet")
+    write(tmp_path / "train.parquet", [0, 1, label], None)
     with pytest.raises(InputError, match=f"row 2 has the label {label}, which is no class: use a"):
         open_images(tmp_path, "train", classes=NAMES)
 

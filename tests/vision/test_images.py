@@ -13,7 +13,6 @@ from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.training.data.images import LoadImage
-from tokenformer_vit.vision import images
 from tokenformer_vit.vision.images import (
     IMAGE_SUFFIXES,
     list_images,
@@ -170,13 +169,6 @@ def test_training_and_others_agree_on_damaged_jpegs(generator):
         np.testing.assert_array_equal(trained, others)
         refused += isinstance(others, str)
     assert 0 < refused < 90
-
-
-@pytest.mark.parametrize("kind", ["common", "progressive", "grey"])
-def test_training_does_not_need_pillow_for_common_jpegs(kind, monkeypatch, generator):
-    pytest.importorskip("simplejpeg")
-    monkeypatch.setattr(images, "read_image", None)
-    assert read_pixels("x.jpg", jpeg(generator, **JPEGS[kind])).shape == (45, 37, 3)
 
 
 def test_files_that_cannot_be_read_are_named_by_every_reader(tmp_path, generator):
