@@ -506,7 +506,7 @@ def read_base(question: Question, args: argparse.Namespace) -> Config:
         raise InputError(f"{question.name} compares {kind}: choose another --config")
     model = base["model"].get("backbone", base["model"])
     if args.compile:
-        base["compile"] = True
+        base["compile_blocks"] = True
     weights = base.get("load_from") or model.get("checkpoint_path") or model.get("checkpoint")
     if question.from_scratch and weights:
         raise InputError(f"{question.name} trains from scratch, but {args.config} loads {weights}")

@@ -7,7 +7,7 @@
 # Expected:  the figures of ablations/TABLES.md
 _base_ = "cifar10_micro.py"
 
-compile = True
+compile_blocks = True
 optim_wrapper = dict(type="AutocastOptimWrapper")
 train_dataloader = dict(dataset=dict(type="ImagesInMemory", data_root="data/cifar10"))
 val_dataloader = dict(dataset=dict(type="ImagesInMemory", data_root="data/cifar10"))

@@ -33,7 +33,7 @@ vis_backends = [dict(type="LocalVisBackend")]
 visualizer = dict(type="UniversalVisualizer", vis_backends=vis_backends)
 log_level = "INFO"
 load_from = None
-compile = False  # True, a mode of torch.compile or a dict of its arguments: compile each block
+compile_blocks = False  # True, a mode of torch.compile, or a dict of its arguments
 resume = False
 # Each process augments, mixes and drops on its own; sampling is the same everywhere.
 randomness = dict(seed=0, deterministic=False, diff_rank_seed=True)

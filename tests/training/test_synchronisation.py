@@ -101,7 +101,7 @@ def test_a_step_reads_no_tensor_between_two_lines_of_the_log(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",
-    [{}, MORE, {**MORE, "compile": True}],
+    [{}, MORE, {**MORE, "compile_blocks": True}],
     ids=["mixing", "more", "compiled"],
 )
 def test_a_step_on_a_gpu_does_not_wait(train_two_epochs, monkeypatch, options):

@@ -117,7 +117,7 @@ def load_recipe(
     complete(cfg)
     cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(cfg.filename or '').stem}"
     if compile:
-        cfg.compile = cfg.compile or True
+        cfg.compile_blocks = cfg.compile_blocks or True
     if epochs is not None:
         if "max_epochs" not in cfg.train_cfg:
             raise InputError(f"{path} counts iterations: give train_cfg.max_iters, not --epochs")
@@ -143,7 +143,7 @@ def complete(cfg: Config) -> None:
     by epochs, its sampler and its checkpoint hook become ours.
     """
     ours = read_config(CONFIGS / "_base_" / "runtime.py")
-    for name in ("default_scope", "log_level", "resume", "load_from", "compile"):
+    for name in ("default_scope", "log_level", "resume", "load_from", "compile_blocks"):
         cfg.setdefault(name, ours[name])
     cfg.randomness = {"seed": None, **(cfg.get("randomness") or {})}
     cfg.default_hooks = {**ours.default_hooks, **(cfg.get("default_hooks") or {})}

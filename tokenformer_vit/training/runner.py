@@ -123,12 +123,12 @@ class TrainingRunner(Runner):
         return logger
 
     def build_model(self, model: Any) -> nn.Module:
-        """Build the model, and compile its blocks as the config says in ``compile``."""
+        """Build the model, and compile its blocks as the config says in ``compile_blocks``."""
         built: Any = super().build_model(model)
-        if self.cfg.get("compile"):
+        if self.cfg.get("compile_blocks"):
             compiled: Any = getattr(built, "backbone", built)
             parts = (part for part in compiled.modules() if isinstance(blocks_of(part), nn.Module))
-            compile_blocks(next(parts, compiled), self.cfg.compile)
+            compile_blocks(next(parts, compiled), self.cfg.compile_blocks)
         wrapper = name_of((self.cfg.get("optim_wrapper") or {}).get("type"))
         if wrapper == AutocastOptimWrapper.__name__ and not torch.cuda.is_available():
             # The backward pass of fused attention is slow on a CPU in bfloat16.
