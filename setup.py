@@ -78,7 +78,7 @@ setup(
         'pillow>=12.3; python_version < "3.11"',
         "numpy>=2.1",
         "safetensors>=0.5",
-        "filelock>=3.13",
+        "filelock>=3.16",  # before, a lock in a lock of one process waited
         "tqdm>=4.67",
     ],
     extras_require={

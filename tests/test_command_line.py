@@ -80,7 +80,6 @@ def test_help_and_version(words, said, capsys):
     [
         ("/data/run (1)", "/data/run (1)"),
         ("/x/a,b", "/x/a,b"),
-        ("[1,2", "[1,2"),
         ("[1, 2]", [1, 2]),
         ("{'a': (1,)}", {"a": (1,)}),
         ("1e-3", 1e-3),
@@ -94,6 +93,8 @@ def test_options_are_literals_or_texts(text, value):
     add_run(parser)
     words = ["--cfg-options", "first=1", f"key={text}", "--cfg-options", "last='2'"]
     assert parser.parse_args(words).cfg_options == {"first": 1, "key": value, "last": "2"}
+    with pytest.raises(InputError, match=r"key=\[a,b\] is no literal of Python: quote texts"):
+        parser.parse_args(["--cfg-options", "key=[a,b]"])
 
 
 def test_help_loads_no_openmmlab():

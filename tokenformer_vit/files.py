@@ -95,6 +95,6 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 def _locked(folder: Path, seconds: float = 0) -> AbstractContextManager:
     try:  # one lock a process, which may take it again
-        return FileLock(folder / ".lock", is_singleton=True).acquire(timeout=seconds)
+        return FileLock(folder.resolve() / ".lock", is_singleton=True).acquire(timeout=seconds)
     except Timeout as error:
         raise InputError(f"{folder} is in use: wait, or choose another folder") from error

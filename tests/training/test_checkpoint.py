@@ -22,6 +22,7 @@ def run():
         optimizer.step()
     return SimpleNamespace(
         max_iters=9,
+        param_schedulers=None,
         max_epochs=3,
         train_loop=None,
         hooks=[],
@@ -39,6 +40,7 @@ def checkpoint_of(run):
     state = {**state, "state": {n: dict(each) for n, each in state["state"].items()}}
     return {
         "meta": {"iter": 2, "epoch": 0},
+        "param_schedulers": [],
         "state_dict": run.model.state_dict(),
         "optimizer": state,
     }
@@ -65,6 +67,7 @@ DAMAGES = {
     "none": of_state(dict.clear),
     "unknown parameters": of_state(lambda state: state.update({9: state.pop(5)})),
     "exchanged": of_state(lambda state: state.update({0: state[5], 5: state[0]})),
+    "of another number of schedules": lambda checkpoint: checkpoint.update(param_schedulers=[{}]),
     "fewer groups": lambda checkpoint: checkpoint["optimizer"]["param_groups"].pop(),
     "a parameter twice": lambda checkpoint: checkpoint["optimizer"]["param_groups"][1].update(
         params=[0]
@@ -125,6 +128,9 @@ def test_the_state_of_other_optimisers_is_sound(run, kind):
     checkpoint, resumed = checkpoint_of(run), {**RESUMED, "states": len(optimizer.state)}
     assert state_fault(run, checkpoint, resumed) is None
     saved = checkpoint["optimizer"]["state"][0]
+    if timm.optim.__name__ in kind.__module__:  # as the tables of 8-bit optimisers
+        saved["table"] = torch.zeros(256)
+        assert state_fault(run, checkpoint, resumed) is None
     for key in saved.keys() & {"exp_avg", "momentum_buffer"} if "factor" not in str(kind) else ():
         saved[key] = saved[key].T
         assert state_fault(run, checkpoint, resumed)

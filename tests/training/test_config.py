@@ -74,6 +74,9 @@ def test_schedules_are_scaled_with_a_run(changed, caplog):
     cfg = changed(f"param_scheduler = {steps}\ntrain_cfg = dict(max_epochs=90)")
     cfg = load_config(cfg.filename, epochs=9)
     assert cfg.param_scheduler[0].milestones == [3, 6]
+    # A late end alone is cut, as mmengine does; the rest stays.
+    cfg = load_config("digits_demo", {"param_scheduler.1.end": 90})
+    assert (boundaries(cfg), cfg.default_hooks.ema.momentum) == ((3, 3, 40), 2e-2)
     late = "[dict(type='CosineAnnealingLR', begin=1, end=9)]"
     cfg = changed(f"param_scheduler = {late}")
     assert cfg.param_scheduler[0].end == 3
@@ -239,6 +242,9 @@ def test_checkpoints_on_another_disk_are_resumed(config, tmp_path):
             cfg = load_config(config, disk, work_dir=str(run))
             choose_checkpoint(cfg, resume)
             assert cfg.load_from == str(folder / "epoch_1.pth")
+    cfg = load_config(config, disk, work_dir=str(tmp_path / "other" / "run"))
+    with pytest.raises(InputError, match=r"disk/run has the checkpoints of another run: rename"):
+        choose_checkpoint(cfg, "auto")
 
 
 def test_images_are_not_lost_without_a_word(config, tmp_path):

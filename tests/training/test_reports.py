@@ -42,7 +42,7 @@ def test_curves_of_a_classifier_are_over_epochs_and_mark_growth(monkeypatch, tmp
     first = {"accuracy/top1": 10.0, "accuracy/top5": 40.0, "cross_entropy": 2.5, "time": 3.0}
     second = {"accuracy/top1": 20.0, "accuracy/top5": 50.0, "cross_entropy": 1.5, "time": 3.0}
     val = {1: first, 2: second}
-    draw_curves(train, val, tmp_path, growth=[2], iters_per_epoch=2, title="digits")
+    draw_curves(train, val, tmp_path / "curves.png", growth=[2], iters_per_epoch=2, title="digits")
     for axes in figures[0].axes:
         named = [line for line in axes.lines if not line.get_label().startswith("_")]
         lines = {line.get_label(): line.get_xydata().tolist() for line in named}

@@ -244,6 +244,11 @@ param_scheduler = [
 """
 
 
+def decays(work_dir):
+    groups = last_checkpoint(work_dir)["optimizer"]["param_groups"]
+    return [group["weight_decay"] for group in groups]
+
+
 def test_a_run_is_extended_at_another_rate_and_says_so(train, own, tmp_path):
     """Within an epoch and after its end; with a scaled floor of the rate, and a growing decay."""
     train = train.of(own(DECAY))
@@ -264,11 +269,11 @@ def test_a_run_is_extended_at_another_rate_and_says_so(train, own, tmp_path):
     for folder, start in ((rest, 4), (run, 9)):
         found = {n: rate for n, rate in rates(folder).items() if n > start}
         assert found == pytest.approx({n: expected[n] for n in range(start + 1, 16)}, rel=1e-6)
-        decays = [
-            [group["weight_decay"] for group in last_checkpoint(each)["optimizer"]["param_groups"]]
-            for each in (folder, tmp_path / "whole")
-        ]
-        assert decays[0] == pytest.approx(decays[1], rel=1e-6)
+        assert decays(folder) == pytest.approx(decays(tmp_path / "whole"), rel=1e-6)
+    decay = (*options, "optim_wrapper.optimizer.weight_decay=0.1")
+    train(tmp_path / "decay", *decay)
+    train(tmp_path / "other", "--resume", str(run / "iter_4.pth"), *decay)
+    assert decays(tmp_path / "other") == pytest.approx(decays(tmp_path / "decay"), rel=1e-6)
     (change,) = json.loads((run / "record.json").read_text())["config_changes"]
     assert change["iteration"] == 9
     assert change["changes"]["train_cfg.max_epochs"] == [3, 5]

@@ -56,6 +56,8 @@ class Options(argparse.Action):
             try:
                 found[key] = ast.literal_eval(bools.get(value) or value)
             except (ValueError, SyntaxError):
+                if value.startswith(("[", "(", "{")):
+                    parser.error(f"{key}={value} is no literal of Python: quote texts, ['a', 'b']")
                 found[key] = value
         setattr(namespace, self.dest, found)
 

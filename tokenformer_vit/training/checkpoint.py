@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from timm.models._hub import download_cached_file  # it has no public name
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.mmpretrain_names import classifier_state_dict
 from tokenformer_vit.models.checkpoints import (
@@ -31,9 +31,9 @@ from tokenformer_vit.models.checkpoints import (
 from .data.sampler import ResumableSampler
 from .engine import (
     HOOKS,
-    READS_SAFELY,
     WEIGHT_INITIALIZERS,
     CheckpointHook,
+    CheckpointLoader,
     EarlyStoppingHook,
     HistoryBuffer,
     PretrainedInit,
@@ -48,7 +48,7 @@ from .export import IMPOSSIBLE, describe_classifier
 from .hooks import check_finite
 from .loop import ResumableEpochLoop, by_iteration, validation_is_due
 from .models.backbone import unwrap
-from .optim import averaging_hooks, follow_config, keep_settings, unscheduled
+from .optim import averaging_hooks, follow_config, keep_settings, scheduled_names, unscheduled
 from .reports import facts
 
 STOPPED = "stopped.pth"  # written at a signal; the next checkpoint replaces it
@@ -141,7 +141,8 @@ class ExactCheckpointHook(CheckpointHook):
                 )
         if len(resumed["rng"]) != get_world_size():
             changes["processes"] = (len(resumed["rng"]), get_world_size())
-        if any(map(_RATE.match, changes)):
+        scheduled = {f"optim_wrapper.optimizer.{name}" for name in scheduled_names(runner)}
+        if any(map(_RATE.match, changes)) or scheduled & changes.keys():
             follow_config(runner, self._settings)
         if changes:
             told = [f"  {name}: {old!r} -> {new!r}" for name, (old, new) in changes.items()]
@@ -372,6 +373,8 @@ def state_fault(runner: Any, checkpoint: dict[str, Any], resumed: dict[str, Any]
         return "the optimiser's state is not that of these parameters"
     if len(states) != resumed["states"]:
         return f"it has the optimiser's state of {len(states)} of {resumed['states']} parameters"
+    if len(checkpoint["param_schedulers"]) != len(runner.param_schedulers or ()):
+        return f"it has the state of {len(checkpoint['param_schedulers'])} schedules"
     if "factor" in type(optimizer).__name__.lower():  # as Adafactor, whose states are smaller
         return None
     exact = type(optimizer).__module__.startswith("torch.optim")  # others may keep halves
@@ -380,8 +383,11 @@ def state_fault(runner: Any, checkpoint: dict[str, Any], resumed: dict[str, Any]
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
                 continue
-            if value.dim() == 0 and not (exact and name.startswith(_MOMENTS)):
+            moment = name.startswith(_MOMENTS)
+            if value.dim() == 0 and not (exact and moment):
                 continue  # a number of steps
+            if not (exact or moment):
+                continue  # what only its own optimiser knows
             if value.shape != own.shape or (exact and value.dtype != own.dtype):
                 found = f"{tuple(value.shape)} {value.dtype}"
                 return f"{name} of parameter {number} is {found}, and it {tuple(own.shape)}"
@@ -432,17 +438,40 @@ _SKIPPED: list[Any] = [
 
 @contextmanager
 def safe_loading() -> Iterator[None]:
-    """Let no file run code inside the block, whoever loads it; mmengine has no other way."""
-    name, skipped = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", [] if READS_SAFELY else _SKIPPED
+    """Let no file run code inside the block, whoever loads it by PyTorch; mmengine may ask to."""
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
     try:
-        with torch.serialization.safe_globals(skipped):
+        with torch.serialization.safe_globals(_SKIPPED):
             yield
     finally:
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
+
+
+def load_from_file(filename: str, *_: Any) -> dict[str, Any]:
+    """Read a file, or one at ``https://``, without running code, also for all of mmengine.
+
+    mmengine's own readers would run code, and those of its fork allow ``getattr`` in files.
+    """
+    if filename.startswith("https://"):  # one folder each: names are not unique
+        digest = hashlib.sha256(filename.encode()).hexdigest()
+        try:
+            filename = download_cached_file(filename, cache_dir=f"{torch.hub.get_dir()}/{digest}")
+        except OSError as error:
+            raise InputError(f"cannot download {filename}: {one_line(error)}") from error
+    elif "://" in filename:
+        raise InputError(f"{filename} is no file, and not at https://: download it first")
+    known = torch.serialization.get_safe_globals()
+    # PyTorch forgets at the end of an inner block what an outer one added.
+    with torch.serialization.safe_globals([each for each in _SKIPPED if each not in known]):
+        return read_checkpoint(filename)
+
+
+_LOCAL = ("", "http://", "https://", "pavi://", r"(\S+\:)?s3://", r"(\S+\:)?petrel://")
+CheckpointLoader.register_scheme(_LOCAL, load_from_file, force=True)
 
 
 def load_plain_checkpoint(filename: str) -> dict[str, Any]:
@@ -451,13 +480,7 @@ def load_plain_checkpoint(filename: str) -> dict[str, Any]:
     A checkpoint of timm gives ``state_dict`` with mmpretrain's names, ``meta`` with the class names
     of its export, and its description under ``DESCRIPTION``.
     """
-    if filename.startswith(("https://", "http://")):  # one folder each: names are not unique
-        digest = hashlib.sha256(filename.encode()).hexdigest()
-        filename = download_cached_file(filename, cache_dir=f"{torch.hub.get_dir()}/{digest}")
-    path, known = Path(filename).expanduser(), torch.serialization.get_safe_globals()
-    # PyTorch forgets at the end of an inner block what an outer one added.
-    with torch.serialization.safe_globals([each for each in _SKIPPED if each not in known]):
-        checkpoint: dict[str, Any] = read_checkpoint(path)
+    path, checkpoint = Path(filename).expanduser(), load_from_file(filename)
     weights = checkpoint.get("state_dict", checkpoint)
     # A tensor of each of timm's ViTs. In a classifier of mmpretrain it is in `backbone.`, but for
     # TimmClassifier, whose runs have a log.

@@ -302,7 +302,7 @@ def _scale_schedule(cfg: Config, length: int, before: int) -> None:
                 part.convert_to_iter_based = True
             else:
                 part[key] = max(round(part[key]), int(key != "begin"))
-        for key in part.keys() & {"step_size", "milestones", "periods"}:
+        for key in part.keys() & {"step_size", "milestones", "periods", "total_steps"}:
             times = [max(1, round(time * length / before)) for time in listed(part[key])]
             part[key] = times if isinstance(part[key], list | tuple) else times[0]
     average: Any = cfg.default_hooks.get("ema") or {}
@@ -322,13 +322,19 @@ def _outside(cfg: Config) -> list[tuple[int, Any]]:
 
 
 def _fit_schedule(cfg: Config, before: int) -> None:
-    """Scale schedules that were for a run of length ``before`` and do not fit into this one."""
+    """Fit the schedules to the length of the run: one that ends later ends with the run.
+
+    Where one would not begin, all are scaled, if they were for a run of length ``before``, or, as
+    they are, for that of a config from which this one inherits.
+    """
     length = run_length(cfg)
-    if _outside(cfg) and before == length and cfg.filename:
-        for base in _Config._get_base_files(cfg.filename):
-            inherited, _ = _Config._get_cfg_path(base, cfg.filename)
-            before = run_length(read_config(inherited)) or before
-    if _outside(cfg) and before != length:
+    late = [part for _, part in _outside(cfg) if part.get("begin", 0) >= length]
+    if late and before == length and cfg.filename:
+        for name in _Config._get_base_files(cfg.filename):
+            base = read_config(_Config._get_cfg_path(name, cfg.filename)[0])
+            if base.get("param_scheduler") == cfg.param_scheduler:
+                before = run_length(base) or before
+    if late and before != length:
         _scale_schedule(cfg, length, before)
         _log.warning(f"param_scheduler is scaled: it was for a run of {before}, not {length}")
     for index, part in _outside(cfg):
@@ -437,6 +443,8 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
     # The checkpoint of the best epoch has only weights.
     written = [path for path in folder.glob("*.pth") if not path.name.startswith("best_")]
     has_run = bool(written) or pointer.is_file()
+    if folder != work_dir and written and not pointer.is_file() and resume in (None, "auto"):
+        raise InputError(f"{folder} has the checkpoints of another run: rename --work-dir")
     if resume is None and has_run:
         raise InputError(f"{work_dir} already holds a run: add --resume, or another --work-dir")
     if resume is None or (resume == "auto" and not has_run):

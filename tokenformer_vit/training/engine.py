@@ -58,10 +58,10 @@ from mmengine.registry import (
 )
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS as CONSTRUCTORS
 from mmengine.runner import (
+    CheckpointLoader,
     EpochBasedTrainLoop,
     IterBasedTrainLoop,
     Runner,
-    checkpoint,
     set_random_seed,
 )
 from mmengine.runner.base_loop import BaseLoop
@@ -86,5 +86,3 @@ from mmpretrain.utils import register_all_modules
 register_all_modules(init_default_scope=False)
 # Each of mmpretrain's registries also finds what is in mmengine's of the same kind.
 REGISTRIES = [getattr(registry, name) for name in registry.__all__]
-# Whether mmengine reads its own checkpoints without running code, as the fork tries first.
-READS_SAFELY = hasattr(checkpoint, "get_torch_safe_globals")

@@ -17,7 +17,7 @@ from timm.data import resolve_input_data_config
 from tqdm import tqdm
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import make_folder, write_whole
+from tokenformer_vit.files import make_folder, whole_file, write_whole
 from tokenformer_vit.models.checkpoints import description_of, find_weights, load_model
 from tokenformer_vit.records import environment
 from tokenformer_vit.vision.datasets import class_images, find_splits, labels_for
@@ -68,7 +68,8 @@ def find_test(source: Path) -> Path:
     weights = find_weights(source)
     pointer = weights.parent / "last_checkpoint"
     if not weights.is_file() and pointer.is_file():  # a run whose model is not exported
-        weights = weights.with_name(Path(pointer.read_text().strip()).name)
+        last = Path(pointer.read_text().strip())
+        weights = last if last.is_file() else weights.with_name(last.name)
     if not weights.is_file():
         raise InputError(f"there is no checkpoint {weights}: give a run, or a file that is there")
     return weights
@@ -96,8 +97,10 @@ def described_config(weights: Path) -> Config:
     scales = {key: [255 * value for value in images[key]] for key in ("mean", "std")}
     cfg.data_preprocessor.update(num_classes=model.num_classes, **scales)
     cfg.test_dataloader.dataset.update(type="CustomDataset", data_root="", split="")
-    how = cfg.test_dataloader.dataset.pipeline[1]
+    load, how, pack = cfg.test_dataloader.dataset.pipeline
     how.update({key: images[key] for key in how.keys() & images.keys()})
+    if images["input_size"][0] == 1:
+        cfg.test_dataloader.dataset.pipeline = [load, how, {"type": "v2/Grayscale"}, pack]
     return cfg
 
 
@@ -133,7 +136,8 @@ def configure_test(cfg: Config, weights: Path, out: Path, data_root: str | None 
     cfg.load_from, cfg.resume = str(weights), False
     cfg.work_dir = str(out)  # not the run's own
     drop_start(cfg.model)
-    cfg.test_dataloader.sampler.round_up = False
+    if cfg.test_dataloader.get("sampler"):
+        cfg.test_dataloader.sampler.round_up = False
     # None removes mmengine's default hooks, which are for trainings.
     unwanted = ("timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
     cfg.default_hooks = ConfigDict({"guard": {"type": "GuardHook"}, **dict.fromkeys(unwanted)})
@@ -294,4 +298,5 @@ def draw_confusion(
     if size > 50:  # no room for names
         axes.set(xticks=[], yticks=[])
     axes.set_title(f"Confusion matrix: {len(labels):,} images, {size} classes")
-    figure.savefig(path, dpi=150)
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=150, format="png")

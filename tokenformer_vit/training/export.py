@@ -13,7 +13,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.models.checkpoints import describe_model, save_model
 
-from .config import datasets
+from .config import datasets, name_of
 from .engine import ClsBatchNormNeck, LinearClsHead, MAEPretrainDecoder, MAEPretrainHead
 from .models.backbone import num_classes
 
@@ -26,13 +26,13 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
     preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
     mean, std = preprocessor.get("mean") or [0.0] * 3, preprocessor.get("std") or [1.0] * 3
     pipeline = next(datasets(cfg.test_dataloader.dataset)).pipeline
-    in_bgr = any(step["type"] == "LoadImageFromFile" for step in pipeline)  # mmcv's step
+    in_bgr = any(name_of(step["type"]) == "LoadImageFromFile" for step in pipeline)  # mmcv's step
     if len(mean) == 3 and in_bgr != bool(preprocessor.get("to_rgb")):
         raise InputError("the model sees images in BGR (data_preprocessor.to_rgb), timm's are RGB")
     unchanging = ["LoadImage", "LoadImageFromFile", "PackInputs"]
     if len(mean) == 1:  # timm's images are then grey; of three equal channels they would not be
         unchanging.append("v2/Grayscale")
-    config = _geometry([step for step in pipeline if step["type"] not in unchanging])
+    config = _geometry([step for step in pipeline if name_of(step["type"]) not in unchanging])
     if "input_size" in config:
         config["input_size"] = (len(mean), *config["input_size"][-2:])
     return {"mean": [v / 255 for v in mean], "std": [v / 255 for v in std], **config}
@@ -40,7 +40,7 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
 
 def _geometry(steps: list[dict[str, Any]]) -> dict[str, Any]:
     """Translate the steps that resize and crop."""
-    kinds = [step["type"] for step in steps]
+    kinds = [name_of(step["type"]) for step in steps]
     if not kinds:  # the images have the size of the model
         return {"crop_pct": 1.0, "crop_mode": "squash"}
     if kinds == ["EvalTransform"]:
@@ -64,7 +64,7 @@ def _geometry(steps: list[dict[str, Any]]) -> dict[str, Any]:
 def resizes_with_opencv(cfg: Any) -> bool:
     """Tell whether the test pipeline resizes with OpenCV, mmpretrain's default."""
     steps = next(datasets(cfg.test_dataloader.dataset)).pipeline
-    resizing = (step for step in steps if step["type"] in ("Resize", "ResizeEdge"))
+    resizing = (step for step in steps if name_of(step["type"]) in ("Resize", "ResizeEdge"))
     return any(step.get("backend", "cv2") == "cv2" for step in resizing)
 
 

@@ -17,7 +17,7 @@ from tokenformer_vit.models.checkpoints import describe_model, find_weights, loa
 from tokenformer_vit.vision.datasets import VALIDATION, class_images, find_splits
 from tokenformer_vit.vision.images import read_image
 
-from .config import choose_checkpoint, read_config
+from .config import choose_checkpoint, name_of, read_config
 from .engine import Config
 from .models.backbone import check_classifier
 
@@ -164,7 +164,7 @@ def _values(cfg: Config, start: Start, count: int, images: dict[str, Any]) -> di
     load, *augment, pack = cfg.train_dataloader.dataset.pipeline
     if "size" in augment[0]:  # a crop
         augment[0].size = images["input_size"][-1]
-    if augment[0].type == "v2/RandomResizedCrop":
+    if name_of(augment[0].type) == "v2/RandomResizedCrop":
         augment[0].interpolation = images["interpolation"]
     else:  # the recipe is for images of one size
         augment.insert(0, {**test, "crop_pct": 1.0})

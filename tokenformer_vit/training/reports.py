@@ -15,6 +15,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tokenformer_vit.errors import one_line
+from tokenformer_vit.files import whole_file
 from tokenformer_vit.records import environment, write_record
 from tokenformer_vit.vision.datasets import HUB
 
@@ -329,4 +330,5 @@ def draw_curves(
     rate.set(ylim=(0, None))
     loss.legend()
     figure.suptitle(": ".join(part for part in (title, ", ".join(last[:3])) if part))
-    figure.savefig(path, dpi=120)
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=120, format="png")

@@ -7,6 +7,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from tokenformer_vit.files import whole_file
+
 
 def draw_compression(record: Mapping[str, Any], path: Path) -> None:
     """Draw accuracy, or agreement with the whole model, over FLOPs and milliseconds."""
@@ -25,4 +27,5 @@ def draw_compression(record: Mapping[str, Any], path: Path) -> None:
         axis.set(xlabel=label, xlim=(0, None))
     axes[0].set_ylabel(f"{labels[key]}, {record['images']} images")
     axes[0].xaxis.set_major_formatter(EngFormatter())
-    figure.savefig(path, dpi=100)
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=100, format="png")
