@@ -65,7 +65,7 @@ def test_a_run_that_diverges_stops_and_keeps_the_last_checkpoint(train, tmp_path
     ("part", "said"),
     [
         ("loss", "the loss is inf at iteration 8, epoch 2"),
-        ("weights", "the weights are not finite .*last good checkpoint is .*epoch_1"),
+        ("weights", "the weights are not finite at iteration 12, epoch 2.*checkpoint is .*epoch_1"),
     ],
 )
 def test_what_is_not_finite_is_named_and_neither_validated_nor_saved(

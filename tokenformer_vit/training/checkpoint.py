@@ -267,7 +267,7 @@ class ExactCheckpointHook(CheckpointHook):
     def _save(self, runner, name: str, meta: dict) -> str:
         """Save a checkpoint under a name."""
         runner.call_hook("read_losses")  # a resumed run could not log them
-        check_finite(runner)
+        check_finite(runner, meta["iter"])
         path = str(Path(self.out_dir, name))
         runner.message_hub.update_info("last_ckpt", path)
         self._progress = self._collect(runner)

@@ -115,18 +115,19 @@ def check_weights(model: nn.Module, checkpoint: dict, resumes: bool = False) -> 
     check_computation(model, described or meta.get("computation") or {}, source)
 
 
-def check_finite(runner: Any) -> None:
-    """Check the weights, and their average, before they are saved, validated or grown."""
+def check_finite(runner: Any, iteration: int | None = None) -> None:
+    """Check weights and average after an iteration, before they are saved, validated or grown."""
     # A finite loss can have an infinite gradient, and infinite weights after the next step.
     models = [runner.model, *(hook.ema_model for hook in averaging_hooks(runner))]
     tensors = [tensor for model in models for tensor in model.parameters()]
     if not torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
-        raise diverged(runner, "the weights are not finite", runner.iter + 1)
+        raise diverged(runner, "the weights are not finite", iteration or runner.iter)
 
 
 def diverged(runner: Any, what: str, iteration: int) -> InputError:
     """Make the error for a training that diverged at an iteration, counted from 1."""
-    epoch = "" if by_iteration(runner) else f", epoch {runner.epoch + 1}"
+    number = (iteration - 1) // len(runner.train_dataloader) + 1
+    epoch = "" if by_iteration(runner) else f", epoch {number}"
     rate = runner.optim_wrapper.get_lr()["lr"][0]
     last = runner.message_hub.runtime_info.get("last_ckpt") or "not written yet"
     return InputError(
