@@ -373,8 +373,9 @@ def state_fault(runner: Any, checkpoint: dict[str, Any], resumed: dict[str, Any]
         return "the optimiser's state is not that of these parameters"
     if len(states) != resumed["states"]:
         return f"it has the optimiser's state of {len(states)} of {resumed['states']} parameters"
-    if len(checkpoint["param_schedulers"]) != len(runner.param_schedulers or ()):
-        return f"it has the state of {len(checkpoint['param_schedulers'])} schedules"
+    schedules = checkpoint.get("param_schedulers", ())
+    if len(schedules) != len(runner.param_schedulers or ()):
+        return f"it has the state of {len(schedules)} schedules"
     if "factor" in type(optimizer).__name__.lower():  # as Adafactor, whose states are smaller
         return None
     exact = type(optimizer).__module__.startswith("torch.optim")  # others may keep halves
@@ -480,7 +481,8 @@ def load_plain_checkpoint(filename: str) -> dict[str, Any]:
     A checkpoint of timm gives ``state_dict`` with mmpretrain's names, ``meta`` with the class names
     of its export, and its description under ``DESCRIPTION``.
     """
-    path, checkpoint = Path(filename).expanduser(), load_from_file(filename)
+    path = Path(filename).expanduser()
+    checkpoint: dict[str, Any] = load_from_file(filename)
     weights = checkpoint.get("state_dict", checkpoint)
     # A tensor of each of timm's ViTs. In a classifier of mmpretrain it is in `backbone.`, but for
     # TimmClassifier, whose runs have a log.
