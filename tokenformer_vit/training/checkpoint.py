@@ -391,7 +391,7 @@ def state_fault(runner: Any, checkpoint: dict[str, Any], resumed: dict[str, Any]
                 continue  # what only its own optimiser knows
             if value.shape != own.shape or (exact and value.dtype != own.dtype):
                 found = f"{tuple(value.shape)} {value.dtype}"
-                return f"{name} of parameter {number} is {found}, and it {tuple(own.shape)}"
+                return f"{name} of parameter {number} is {found}, the parameter {tuple(own.shape)}"
     return None
 
 
@@ -444,8 +444,7 @@ def safe_loading() -> Iterator[None]:
     before = os.environ.get(name)
     os.environ[name] = "1"
     try:
-        with torch.serialization.safe_globals(_SKIPPED):
-            yield
+        yield
     finally:
         del os.environ[name]
         if before is not None:
@@ -465,14 +464,13 @@ def load_from_file(filename: str, *_: Any) -> dict[str, Any]:
             raise InputError(f"cannot download {filename}: {one_line(error)}") from error
     elif "://" in filename:
         raise InputError(f"{filename} is no file, and not at https://: download it first")
-    known = torch.serialization.get_safe_globals()
-    # PyTorch forgets at the end of an inner block what an outer one added.
-    with torch.serialization.safe_globals([each for each in _SKIPPED if each not in known]):
+    with torch.serialization.safe_globals(_SKIPPED):
         return read_checkpoint(filename)
 
 
-_LOCAL = ("", "http://", "https://", "pavi://", r"(\S+\:)?s3://", r"(\S+\:)?petrel://")
-CheckpointLoader.register_scheme(_LOCAL, load_from_file, force=True)
+# How the addresses begin that mmengine reads by itself; its names of published models stay.
+_ADDRESSES = ("", "http://", "https://", "pavi://", r"(\S+\:)?s3://", r"(\S+\:)?petrel://")
+CheckpointLoader.register_scheme(_ADDRESSES, load_from_file, force=True)
 
 
 def load_plain_checkpoint(filename: str) -> dict[str, Any]:

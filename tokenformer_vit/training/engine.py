@@ -23,14 +23,7 @@ from mmengine.dist import (
     master_only,
 )
 from mmengine.evaluator import BaseMetric
-from mmengine.hooks import (
-    CheckpointHook,
-    EarlyStoppingHook,
-    EMAHook,
-    Hook,
-    LoggerHook,
-    RuntimeInfoHook,
-)
+from mmengine.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, Hook, RuntimeInfoHook
 from mmengine.logging import HistoryBuffer, MessageHub, MMLogger
 from mmengine.model import (
     BaseModel,

@@ -57,10 +57,8 @@ def facts(runner: Any) -> dict[str, Any]:
     """
     cfg, loader, wrapper = runner.cfg, runner.train_dataloader, runner.optim_wrapper
     unit = "sequences" if "context_length" in loader.dataset.metainfo else "images"
-    part, data = (
-        cfg.model.get("backbone") or cfg.model,
-        next(datasets(cfg.train_dataloader.dataset)),
-    )
+    data = next(datasets(cfg.train_dataloader.dataset))
+    part = cfg.model.get("backbone") or cfg.model
     averaged = validated_model(runner) is not unwrap(runner.model)
     dtype = getattr(wrapper, "cast_dtype", None)  # of mmengine's AmpOptimWrapper
     if isinstance(wrapper, AutocastOptimWrapper):
