@@ -4,12 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pandas as pd
 import results
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from report import Sweep
-from results import CURVES, FOLDER, RUN, Estimate
+from results import FOLDER, Estimate
 
 LEADS = {  # sweeps of growing length
     "AdamW": ("recipes_8_on_test", "recipes_20", "recipes_50", "recipes_100"),
@@ -31,8 +30,9 @@ THETAS = ("softmax", "gelu_l1", "gelu_l2", "gelu_l2_post", "vit"), ("weight_bias
 
 def draw(found: Mapping[str, Sweep]) -> None:
     """Draw all charts."""
-    titles = "TokenFormer − ViT: top-1 in points", "conv stem, Muon: top-1 (%) in training"
-    with chart("accuracy", *titles, xlabel="training FLOPs") as (ends, within):
+    with chart("accuracy", "TokenFormer − ViT: top-1 in points", xlabel="training FLOPs") as (
+        ends,
+    ):
         for label, names in LEADS.items():
             how, runs = label.partition(",")[0].lower(), [found[name] for name in names]
             pair = f"tokenformer_{how}", f"vit_{how}"
@@ -40,15 +40,15 @@ def draw(found: Mapping[str, Sweep]) -> None:
             points(ends, [sweep.flops[pair[0]] for sweep in runs], leads, label)
         ends.axhline(0, color="0.5")
         ends.set_xscale("log")
-        bands(within, found["stem_24"])
-        within.set(ylim=(70, None), xlim=(0, None))
     rows = results.read().query("sweep in ('any_size', 'any_size_baselines') and seed > 0")
     with chart("any_size", "top-1 (%) without training", xlabel="FLOPs of an image") as (axes,):
         for method in ("refit", "refit_equal", "usage", "torch-pruning_inner"):
             own = rows[rows["variant"].str.fullmatch(rf"whole|{method}_[\d.]+")]
             means: Any = own.groupby("variant")[["forward_flops", "top1"]].mean()
             means = means.sort_values("forward_flops")
-            axes.plot(means["forward_flops"], means["top1"], marker="o", label=method.replace("_", " "))
+            axes.plot(
+                means["forward_flops"], means["top1"], marker="o", label=method.replace("_", " ")
+            )
         axes.set(xlim=(0, None), ylim=(0, 100))
     with chart("nested", "top-1 (%) of each size", xlabel="FLOPs of an image") as (axes,):
         sweep, sizes = found["nested"], (25, 50, 75)
@@ -84,22 +84,6 @@ def points(axes: Any, places: Any, values: Sequence[Estimate], label: str) -> No
     """Draw estimates with their intervals."""
     means, widths = [each.value for each in values], [each.width for each in values]
     axes.errorbar([*places], means, widths, marker="o", capsize=2, label=label)
-
-
-def bands(axes: Any, sweep: Sweep) -> None:
-    """Draw results during training; each validation has one σ, pooled over the variants."""
-    curves = pd.read_parquet(CURVES).merge(sweep.best.drop(columns="top1"), on=RUN)
-    curves["flops"] *= curves["x"] / curves["iterations"]
-    curves = curves.rename(columns={"value": "top1"})
-    each = {x: Sweep(own.assign(selected_on="")) for x, own in curves.groupby("x")}
-    for name, label in sweep.first["label"].items():
-        values = [value(own, str(name)) for own in each.values()]
-        places = [own.flops[name] for own in each.values()]
-        means, widths = (
-            pd.Series(v) for v in zip(*((v.value, v.width) for v in values), strict=True)
-        )
-        axes.plot(places, means, label=label)
-        axes.fill_between(places, means - widths, means + widths, alpha=0.3)
 
 
 @contextmanager

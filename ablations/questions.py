@@ -158,6 +158,7 @@ def mae(base: Base) -> Variants:
                     f"{name}, {'MAE' if start else 'from scratch'}, {text}",
                     {**whole, **part, **options},
                     start=start,
+                    family=start,
                     compare=tuple(other for other in others if other != own),
                     length=epochs + more,
                 )

@@ -1,7 +1,8 @@
 """Render tables, verdicts and charts from the records.
 
-python ablations/report.py           writes TABLES.md, what is between markers of pages, figures/
-python ablations/report.py --check   fails if one of these texts is out of date
+python ablations/report.py             writes TABLES.md, what is between markers of pages, figures/
+python ablations/report.py --check     fails if one of these texts is out of date
+python ablations/report.py --add FILE  first takes over the rows of a sweep, of a clean commit
 
 A page has markers such as ``<!-- difference theta gelu_l2 vit -->...<!-- end -->``; ``RENDER`` has
 the kinds. Numbers and verbs stand between markers alone, so that they cannot leave their records.
@@ -14,6 +15,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -25,11 +27,12 @@ INTRODUCTION = """# All tables
 
 Rendered by `python ablations/report.py` from [results.csv](results.csv). A row is a variant at the
 learning rate that seed 0 found best, over n seeds; `*`: no larger or smaller rate was tried, so a
-better one may exist. Each sweep has one σ, the standard deviation of a run by its seed, pooled over
-variants; those that share a past count once, and are compared seed by seed. ± is half the 95 %
-interval of a difference, by Student's t. **Bold**: the interval excludes 0, and the loser's rate
-has no `*`. FLOPs are those of all training, with the models that a row goes on from, but without
-the pre-training of MAE. Minutes are those of machines that did other work.
+better one may exist. Where seed 0 chose on test data, it also counts. Each sweep has one σ, the
+standard deviation of a run by its seed, pooled over variants (degrees of freedom in brackets);
+those that share a past count once, and are compared seed by seed, with a σ of their own. ± is half
+the 95 % interval of a difference, by Student's t. **Bold**: the interval excludes 0, and the
+loser's rate has no `*`. FLOPs are those of all training, with the models that a row goes on from,
+but without the pre-training of MAE. Minutes are those of machines that did other work.
 """
 
 
@@ -37,18 +40,12 @@ class Sweep:
     """The runs of one table."""
 
     def __init__(self, rows: Any) -> None:
-        self.rows, self.best = rows, results.at_best(rows)
-        self.metric = results.metric_of(rows)
-        self.sign = results.sign_of(self.metric)
+        self.rows, self.best, self.metric = rows, results.at_best(rows), results.metric_of(rows)
+        self.sign = -1 if self.metric == "perplexity" else 1  # of a difference that is a gain
         runs = self.best.groupby("variant", sort=False)
         self.first, self.means = runs.first(), runs.mean(numeric_only=True)
         self.flops, self.n = results.with_starts(self.best), runs.size()
-        texts = self.best.filter(like="perplexity/").dropna(axis=1)
-        whole = "all texts" if len(texts.columns) > 1 else self.metric.replace("top1", "top-1 %")
-        # Column and heading of the result; that of each text follows, if there are several.
-        self.metrics = {self.metric: whole}
-        if len(texts.columns) > 1:
-            self.metrics |= {each: each.removeprefix("perplexity/") for each in texts}
+        self.unit = "epochs" if rows["epochs"].notna().any() else "iterations"
 
     def difference(
         self, one: str, other: str, their: "Sweep | None" = None
@@ -103,25 +100,20 @@ def texts(values: Any, form: str) -> Any:
     return values.map(form.format).where(values.notna(), "")
 
 
-def table(sweep: Sweep) -> tuple[str, str]:
-    """Render all variants of a sweep, and what is the same in all of its rows."""
+def table(sweep: Sweep) -> str:
+    """Render all variants of a sweep; a column without an entry is left out."""
     first, mean = sweep.first, sweep.means
-    unit = "epochs" if first["epochs"].notna().any() else "iterations"
-    columns = pd.DataFrame({"trained on": first["text"]})
+    columns = pd.DataFrame({"": first["label"], "trained on": first["text"]})
     columns["parameters"] = texts(first["parameters"], "{:,.0f}")
     columns["parameters"] += texts(first["grown_to"], " → {:,.0f}")
-    columns["trained parameters"] = texts(first["trainable"], "{:,.0f}")
+    columns["trained"] = texts(first["trainable"], "{:,.0f}")
     columns["rate"] = texts(first["lr"], "{:g}") + first["at_end"].map({True: "*", False: ""})
-    columns[unit] = texts(first[unit], "{:,.0f}")
+    columns[sweep.unit] = texts(first[sweep.unit], "{:,.0f}")
     columns["10¹² FLOPs"] = texts(sweep.flops / 1e12, "{:.3g}")
     columns["n"] = [sweep.number(name) for name in columns.index]
     columns["minutes"] = texts(mean["seconds"] / 60, "{:.1f}")
-    one = columns.iloc[0]
-    same = (columns == one).all() & ~one.str.contains("*", regex=False)
-    shared = ", ".join(f"{key} {value}" for key, value in one[same].items() if value)
-    columns = columns.loc[:, ~same]
-    for metric, heading in sweep.metrics.items():
-        columns[heading] = texts(mean[metric], "{:.2f}")
+    for metric in [sweep.metric, *mean.filter(like="perplexity/")]:
+        columns[metric.replace("top1", "top-1 %")] = texts(mean[metric], "{:.2f}")
     columns["paper"] = texts(first["paper"], "{:g}")
     columns["difference"] = [
         "; ".join(
@@ -131,39 +123,8 @@ def table(sweep: Sweep) -> tuple[str, str]:
         )
         for name, compare in first["compare"].items()
     ]
-    columns = columns.drop(
-        columns=[key for key in ("paper", "difference") if not any(columns[key])]
-    )
-    columns.insert(0, "", first["label"])
-    return markdown([*columns], columns.to_numpy().tolist()), shared
-
-
-def caption(name: str, sweep: Sweep, shared: str) -> str:
-    """Say how the runs of a table were made, and how far apart two means must be."""
-    rows, one = sweep.rows, sweep.rows.iloc[0]
-    text = f"**{name}** `{one['base']}`" + (f", `{one['options']}`" if one["options"] else "")
-    text += f": {one['hardware']}, {one['dtype']}, {rows['examples'].max():,.0f} examples, "
-    text += f"{one['batch_size']:.0f} a step, {shared}. "
-    unit = "epochs" if rows["epochs"].notna().any() else "iterations"
-    tried = rows.loc[rows["seed"] == rows["seed"].min(), unit].dropna()
-    shorter = "".join(f" in {n:g} {unit}" for n in {*tried} - {*sweep.best[unit]})
-    chosen = {"held-out": f"held-out training data{shorter}. "}
-    chosen["test"] = "test data: seed 0's result chose and also counts. "
-    chosen_on = [chosen[data] for data in rows["selected_on"].unique() if data]
-    text += "".join(f"Rates were chosen on {data}" for data in chosen_on)
-    n = int(sweep.n.min())
-    for what, noise in (
-        ("", results.noise(sweep.best)),
-        (" inside a family", results.paired_noise(sweep.best)),
-    ):
-        if noise.degrees:
-            width = Estimate(0, noise.sigma * (2 / n) ** 0.5, noise.degrees).width
-            text += f"σ{what} {noise.sigma:#.2g} ({noise.degrees} degrees of freedom), "
-            text += f"two means of {n} differ beyond {width:#.2g}. "
-    commits, versions = "+".join(rows["commit"]).split("+"), rows["torch"].unique()
-    text += f"Commit {', '.join(dict.fromkeys(commits))}; torch {', '.join(versions)}."
-    mixed = len({*commits}) > 1 or len(versions) > 1 or "dirty" in "".join(commits)
-    return text + (" **Not one commit, one torch and a clean tree.**" if mixed else "")
+    columns = columns.loc[:, (columns != "").any()]
+    return markdown([*columns], columns.to_numpy().tolist())
 
 
 def tables(found: Mapping[str, Sweep]) -> str:
@@ -171,11 +132,32 @@ def tables(found: Mapping[str, Sweep]) -> str:
     titles = {name: sweep.rows["title"].iloc[0] for name, sweep in found.items()}
     text = INTRODUCTION
     for title in dict.fromkeys(titles.values()):
-        text += f"\n## {title}\n"
-        for name in (name for name in found if titles[name] == title):
-            body, shared = table(found[name])
-            text += f"\n{caption(name, found[name], shared)}\n\n{body}"
+        names = [name for name in found if titles[name] == title]
+        text += f"\n## {title}\n\n{measured(found, ' '.join(names))}"
+        for name in names:
+            text += f"\n**{name}**\n\n{table(found[name])}"
     return text
+
+
+def measured(found: Mapping[str, Sweep], words: str) -> str:
+    """Render how sweeps were made, and their σ with its degrees of freedom."""
+    lines = []
+    for name in words.split():
+        sweep, one = found[name], found[name].best.iloc[0]
+        rows, unit = sweep.rows, sweep.unit
+        search = rows.loc[rows["seed"] == rows["seed"].min(), unit].min()
+        chosen = {"": "one rate", "test": "test data", "held-out": "held-out data"}
+        rates = chosen[one["selected_on"]] + f", {search:g} {unit}" * bool(one["selected_on"])
+        of_all, paired = results.noise(sweep.best), results.paired_noise(sweep.best)
+        sigmas = [
+            f"{sigma:.2g} ({degrees})" if degrees else "" for sigma, degrees in (of_all, paired)
+        ]
+        base = f"`{one['base']}`" + f" `{one['options']}`" * bool(one["options"])
+        machine = f"{one['hardware']}, {one['dtype']}, batch {one['batch_size']:.0f}"
+        commits = [*dict.fromkeys("+".join(rows["commit"]).split("+")), *rows["torch"].unique()]
+        lines.append([f"`{name}`", base, rates, *sigmas, machine, ", ".join(commits)])
+    columns = ["sweep", "base", "rates chosen on", "σ", "in families", "machine", "commit, torch"]
+    return markdown(columns, lines)
 
 
 def places(found: Mapping[str, Sweep], words: str) -> list[tuple[Sweep, str]]:
@@ -256,8 +238,8 @@ def tally(found: Mapping[str, Sweep], words: str) -> str:
                 ahead += worst.clear and worst.value * sweep.sign > 0
                 behind += worst.clear and worst.value * sweep.sign < 0
     return (
-        f"of {total} grown models {ahead or 'none'} beat the better of two rivals at equal FLOPs, a "
-        f"large one from scratch and the small one trained longer; {behind} were worse than it"
+        f"of {total} grown models {ahead or 'none'} beat the better of two rivals at equal FLOPs, "
+        f"a large one from scratch and the small one trained longer; {behind} were worse than it"
     )
 
 
@@ -289,23 +271,6 @@ def converted(found: Mapping[str, Sweep], words: str) -> str:
             line.append(text + (f" ± {width:.2g}" if width else ""))
         lines.append(line)
     return markdown(["", *models.values()], lines) if len(lines) > 1 else lines[0][1]
-
-
-def measured(found: Mapping[str, Sweep], words: str) -> str:
-    """Render how sweeps were made."""
-    lines = []
-    for name in words.split():
-        sweep, one = found[name], found[name].best.iloc[0]
-        unit = "epochs" if one["epochs"] == one["epochs"] else "iterations"
-        search = sweep.rows[sweep.rows["seed"] == sweep.rows["seed"].min()][unit].min()
-        chosen = {"": "one rate", "test": "test images", "held-out": "held-out data"}
-        rates = chosen[one["selected_on"]] + f", {search:g} {unit}" * bool(one["selected_on"])
-        n = "–".join(dict.fromkeys(f"{each}" for each in (sweep.n.min(), sweep.n.max())))
-        sigma = f"{results.noise(sweep.best).sigma:.2g}"
-        machine = f"{one['hardware']}, {one['dtype']}".replace(" (x86_64)", "")
-        lines.append([f"`{name}`", f"`{one['base']}`", rates, n, sigma, machine])
-    columns = ["sweep", "base", "rates chosen on", "n", "σ", "machine"]
-    return markdown(columns, lines)
 
 
 def record(found: Mapping[str, Sweep], words: str) -> str:
@@ -340,15 +305,21 @@ def main() -> None:
     """Write all files, or check those that are text."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail if a text is out of date")
-    check = parser.parse_args().check
+    parser.add_argument("--add", type=Path, help="results.csv of a sweep")
+    args = parser.parse_args()
+    if args.add:
+        rows = results.read(args.add)
+        if dirty := [commit for commit in rows["commit"].unique() if "dirty" in commit]:
+            sys.exit(f"{args.add} has rows of {dirty[0]}: commit the changes, and train again")
+        results.append(rows.to_dict("records"), results.RESULTS)
     found = sweeps(results.read())
     pages = {page: fill(page.read_text(encoding="utf-8"), found) for page in PAGES}
     for path, text in {TABLES: tables(found), **pages}.items():
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            if check:
+            if args.check:
                 sys.exit(f"{path} is out of date: run python ablations/report.py")
             path.write_text(text, encoding="utf-8")
-    if not check:
+    if not args.check:
         import_module("charts").draw(found)
 
 

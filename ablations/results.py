@@ -4,7 +4,7 @@ A row of ``results.csv`` is a run: ``sweep`` names the runs that are compared, `
 share a past (a training before they part, or a model that they go on from), ``start`` the variant
 that a run goes on from, ``compare`` the variants beside which a table shows it. ``selected_on`` is
 "held-out" or "test" where seed 0 chose a rate on these data. A run that diverged has a row without
-a result. ``config`` is a digest of the config. ``curves.parquet`` has the validations of runs.
+a result. ``config`` is a digest of the config.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,18 +19,32 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 
 FOLDER = Path(__file__).parent
-RESULTS, CURVES = FOLDER / "results.csv", FOLDER / "curves.parquet"
+RESULTS = FOLDER / "results.csv"
 RUN = ["sweep", "variant", "lr", "seed"]  # the name of a run
 TEXTS = ["sweep", "title", "question", "base", "options", "variant", "label", "family", "start"]
 TEXTS += ["compare", "selected_on", "config", "commit", "torch", "date", "hardware", "cpu"]
 TEXTS += ["dtype", "text"]
+NUMBERS = [
+    "lr",
+    "seed",
+    "epochs",
+    "iterations",
+    "batch_size",
+    "examples",
+    "parameters",
+    "trainable",
+]
+NUMBERS += ["grown_to", "flops", "seconds", "paper", "top1"]
 
 
 def read(path: Path = RESULTS) -> pd.DataFrame:
     """Read the rows; an empty cell is "" in columns of text, and NaN in the others."""
-    if not path.exists():
-        return pd.DataFrame(columns=[*TEXTS, "lr", "seed"])
-    rows = pd.read_csv(path, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values="")
+    rows = pd.DataFrame()
+    if path.exists():
+        rows = pd.read_csv(
+            path, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=""
+        )
+    rows = rows.reindex(columns=[*dict.fromkeys([*TEXTS, *NUMBERS, *rows])])
     return rows.fillna(dict.fromkeys(TEXTS, ""))
 
 
@@ -39,27 +53,24 @@ def find(rows: pd.DataFrame, run: Mapping[str, Any]) -> pd.DataFrame:
     return rows.loc[(rows[RUN] == pd.Series(run)[RUN]).all(axis=1)]
 
 
-def append(row: Mapping[str, Any], curve: Mapping[int, float] | None = None, path: Any = RESULTS):
-    """Add a run and its validations by iteration, whole or not at all, also while others end.
+def append(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Add the rows of runs, all or none, also while other runs end.
 
     Raises:
-        InputError: If the run has a row.
+        InputError: If a run has a row.
     """
-    curves = path.with_name(CURVES.name)
-    new: Any = pd.DataFrame({"x": [*(curve or {})], "value": [*(curve or {}).values()]})
-    new = new.assign(**{key: row[key] for key in RUN})
     with FileLock(f"{path}.lock"):
-        if not find(read(path), row).empty:
-            raise InputError(f"{path} has this run; remove its row: {[row[key] for key in RUN]}")
-        rows = pd.DataFrame([row]).reindex(columns=[*dict.fromkeys([*TEXTS, *row])])
+        known = read(path)
+        for row in rows:
+            if not find(known, row).empty:
+                name = ", ".join(f"{key} {row[key]}" for key in RUN)
+                raise InputError(
+                    f"{path} has a row of {name}: remove it, or name the sweep otherwise"
+                )
+        new = pd.DataFrame([*rows])
         if path.exists():
-            rows = pd.concat([pd.read_csv(path, dtype=str, keep_default_na=False), rows])
-        if curves.exists():  # a write that was interrupted between the two files left its curve
-            known = pd.read_parquet(curves)
-            new = pd.concat([known.drop(find(known, row).index), new])
-        types = {"x": "int32", "seed": "int32", "value": "float32", "lr": "float64"}
-        write_whole(curves, new.astype(types).to_parquet(index=False, compression="zstd"))
-        write_whole(path, rows.to_csv(index=False).encode())
+            new = pd.concat([pd.read_csv(path, dtype=str, keep_default_na=False), new])
+        write_whole(path, new.to_csv(index=False).encode())
 
 
 def metric_of(rows: pd.DataFrame) -> str:
@@ -67,16 +78,11 @@ def metric_of(rows: pd.DataFrame) -> str:
     return "perplexity" if "perplexity" in rows and rows["perplexity"].notna().any() else "top1"
 
 
-def sign_of(metric: str) -> int:
-    """Return 1 if more is better, else −1."""
-    return -1 if metric.startswith("perplexity") else 1
-
-
 def best_rates(rows: pd.DataFrame) -> Any:
     """Return the rate of each variant's best run; of equal ones, the lowest."""
     metric = metric_of(rows)
     ranked = rows.dropna(subset=[metric])
-    ranked = ranked.sort_values([metric, "lr"], ascending=[sign_of(metric) < 0, True])
+    ranked = ranked.sort_values([metric, "lr"], ascending=[metric == "perplexity", True])
     return ranked.drop_duplicates("variant").set_index("variant")["lr"]
 
 
@@ -98,19 +104,12 @@ def at_best(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.dropna(subset=[metric_of(rows)])
 
 
-class Noise(NamedTuple):
-    """Standard deviation of a run's result by its seed."""
-
-    sigma: float
-    degrees: int  # of freedom
-
-
 class Estimate(NamedTuple):
     """A result or difference, and its standard error."""
 
     value: float
     error: float
-    degrees: int
+    degrees: int  # of freedom
 
     @property
     def width(self) -> float:
@@ -123,17 +122,20 @@ class Estimate(NamedTuple):
         return abs(self.value) > self.width
 
 
-def noise(best: pd.DataFrame) -> Noise:
-    """Pool the deviation of seeds over the variants of a sweep; a family counts once."""
+def noise(best: pd.DataFrame) -> tuple[float, int]:
+    """Pool the deviation of seeds over the variants of a sweep, with its degrees of freedom.
+
+    A family counts once.
+    """
     family = best["family"].where(best["family"] != "", best["variant"])
     groups = best.groupby([family.rename("of"), "variant"])[metric_of(best)]
     families = groups.agg(["var", "count"]).dropna().groupby("of").mean()
     degrees = families["count"] - 1
     total = degrees.sum()
-    return Noise(float((families["var"] * degrees).sum() / max(total, 1)) ** 0.5, int(total))
+    return float((families["var"] * degrees).sum() / max(total, 1)) ** 0.5, int(total)
 
 
-def paired_noise(best: pd.DataFrame) -> Noise:
+def paired_noise(best: pd.DataFrame) -> tuple[float, int]:
     """Pool what is left of the deviation in families after their seeds.
 
     These are the residuals of ``variant + seed`` over the variants of a family.
@@ -144,7 +146,7 @@ def paired_noise(best: pd.DataFrame) -> Noise:
         rest = table.sub(table.mean(axis=1), axis=0)
         squares += float(((rest - rest.mean()) ** 2).to_numpy().sum())
         degrees += max(table.shape[0] - 1, 0) * max(table.shape[1] - 1, 0)
-    return Noise((squares / max(degrees, 1)) ** 0.5, degrees)
+    return (squares / max(degrees, 1)) ** 0.5, degrees
 
 
 def contrast(best: pd.DataFrame, weights: Mapping[str, float]) -> Estimate:
@@ -176,10 +178,10 @@ def together(estimates: Sequence[Estimate]) -> Estimate:
     return Estimate(mean, sum(weights) ** -0.5, sum(each.degrees for each in estimates))
 
 
-def with_starts(best: pd.DataFrame, column: str = "flops") -> Any:
-    """Return the mean of a cost of each variant, with that of what it goes on from."""
+def with_starts(best: pd.DataFrame) -> Any:
+    """Return the mean FLOPs of each variant, with those of the models that it goes on from."""
     groups = best.groupby("variant")
-    mean, start = groups[column].mean(), groups["start"].first()
+    mean, start = groups["flops"].mean(), groups["start"].first()
     total, before = mean.copy(), start
     while before.isin(mean.index).any():
         total = total + before.map(mean).fillna(0)

@@ -1,9 +1,10 @@
 """Train the variants of a question with several seeds, and perhaps several learning rates.
 
-A run is ``tokenformer-vit train`` with a config in a folder of its own. If interrupted, the same
-command skips finished runs and resumes the others. Of several rates, seed 0 finds the best: it
-trains without 5,000 of the training examples, and is validated on these alone. The other seeds
-train on all of them at the best rate of their variant, and are validated on the test data::
+A run is ``tokenformer-vit train`` with a config in a folder of its own; its row is in results.csv
+of the work directory. If interrupted, the same command skips finished runs and resumes the others.
+Of several rates, seed 0 finds the best: it trains without 5,000 of the training examples, and is
+validated on these alone. The other seeds train on all of them at the best rate of their variant,
+and are validated on the test data::
 
     python ablations/sweep.py softmax --config digits_demo --variants gelu_l2 vit
 """
@@ -25,6 +26,7 @@ from pprint import pformat
 from typing import Any
 
 import held_out  # noqa: F401  registers a ViT
+import report
 import results
 import torch
 from base import Base, Variant
@@ -34,7 +36,6 @@ from tqdm import tqdm
 from tokenformer_vit.cli import run as run_command
 from tokenformer_vit.cli.arguments import Parser, add_run, whole_number
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.records import environment
 from tokenformer_vit.training.config import (
     check_config,
     check_folders,
@@ -43,10 +44,8 @@ from tokenformer_vit.training.config import (
     loaders,
     resolve,
     run_length,
-    set_autocast,
 )
 from tokenformer_vit.training.engine import Config
-from tokenformer_vit.training.reports import read_scalars
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ("-m", "tokenformer_vit", "train")
@@ -90,25 +89,21 @@ class Sweep:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.failed, self.several = args, list[str](), len(args.lr or ()) > 1
-        how = {"data_root": args.data_root, "compile": args.compile}
-        typed = {"train_dataloader.batch_size": args.batch_size} if args.batch_size else {}
-        self.base = Base(args.config, {**args.cfg_options, **typed}, **how)
+        typed = {"train_dataloader.batch_size": args.batch_size, "compile_blocks": args.compile}
+        args.cfg_options |= {key: value for key, value in typed.items() if value}
+        self.base = Base(args.config, args.cfg_options, data_root=args.data_root)
         question = QUESTIONS[args.question]
-        every = question(self.base)
-        self.variants = wanted(every, args.variants)
+        self.variants = wanted(question(self.base), args.variants)
         self.about = {
             "sweep": args.name,
             "title": str(question.__doc__).splitlines()[0].rstrip("."),
             "question": args.question,
             "base": args.config.stem,
             "options": " ".join(f"{key}={value}" for key, value in args.cfg_options.items()),
-            "commit": commit_of() if args.record else environment()["commit"],
         }
         self.configs, self.rates = {}, {}
         for name, variant in self.variants.items():
             cfg = self.base.with_options(variant.options, variant.length, variant.config)
-            if args.amp:
-                set_autocast(cfg)
             check(cfg)
             lr = cfg.optim_wrapper.optimizer.lr
             self.rates[name] = args.lr if args.lr and not variant.config else [lr]
@@ -131,7 +126,9 @@ class Sweep:
             print(f"{', '.join(missing)}: no best rate")
         if self.failed:
             sys.exit(f"failed: {', '.join(self.failed)}; the same command tries them again")
-        print(f"rows of {self.args.name} are in {self.args.results}")
+        rows = results.read(self.args.results).query("sweep == @self.args.name")
+        print(report.table(report.Sweep(rows)) if self.args.seeds else "", end="")
+        print(f"The rows are in {self.args.results}; report.py --add FILE takes them over")
 
     def choose_rates(self) -> None:
         """Find the best rate of each variant on held-out data, after that of its start."""
@@ -214,7 +211,6 @@ class Sweep:
             [str(results.FOLDER), os.environ.get("PYTHONPATH", "")],
         )
         own = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": gpus}
-        own["TOKENFORMER_VIT_COMMIT"] = self.about["commit"]
         words = [*TORCHRUN * (launcher == "pytorch"), *TRAIN, str(run.folder / "config.py")]
         words += ["--work-dir", str(run.folder), "--resume", "--launcher", launcher]
         with (run.folder / "output.log").open("ab") as log:
@@ -257,7 +253,7 @@ class Sweep:
 
     def record(self, run: Run) -> None:
         """Write the row of a run; one that diverged has no result."""
-        record, curve, variant = run.record, {}, run.variant
+        record, variant = run.record, run.variant
         noun = "sequences" if self.base.language else "images"
         names = {key: key.removeprefix("accuracy/").replace("/error", "_error") for key in record}
         figures = {own: record[key] for key, own in names.items() if re.fullmatch(COLUMNS, own)}
@@ -267,7 +263,7 @@ class Sweep:
             **self.row_name(run),
             **figures,
             "label": variant.label,
-            "family": variant.family or self.root_of(run.name),
+            "family": variant.family,
             "start": variant.start,
             "compare": " ".join(variant.compare),
             "paper": variant.paper,
@@ -275,6 +271,7 @@ class Sweep:
             "selected_on": "held-out" if self.several and not variant.config else "",
             "config": run.digest,
             "torch": record.get("versions", {}).get("torch", torch.__version__),
+            "commit": record.get("commit", ""),
             "batch_size": record.get(f"{noun}_per_step"),
             "examples": record.get(f"train_{noun}"),
             "parameters": sum(each.numel() for each in model.parameters()),
@@ -282,38 +279,26 @@ class Sweep:
             # The time of a run that was interrupted is only that since then.
             "seconds": None if record.get("resumed_at_iteration") else record.get("seconds"),
         }
-        if record:
-            _, val = read_scalars(sorted(run.folder.glob("*/vis_data/scalars.json")))
-            step = record["iterations"] / run_length(run.config)  # of an epoch
-            key = METRICS["perplexity" if self.base.language else "top1"]
-            curve = {round(end * step): line[key] for end, line in val.items() if key in line}
-        results.append(row, curve, self.args.results)
+        rows = [row]
         for key in record if not run.held_out else ():  # a nested model, at its smaller sizes
             if size := re.fullmatch(r"(?:accuracy/)?top1_at_([\d.]+)", key):
-                share = float(size[1])
-                own = {"variant": f"{run.name}_{100 * share:g}", "top1": record[key], "top5": None}
-                own |= {"label": f"{variant.label}, {share:g}", "compare": f"alone_{100 * share:g}"}
-                results.append({**row, **own}, path=self.args.results)
-
-    def root_of(self, name: str) -> str:
-        """Return the variant that others go on from, through all stages; "" without any."""
-        starts = {each.start for each in self.variants.values()}
-        while start := self.variants[name].start:
-            name = start
-        return name if name in starts else ""
+                name, share = f"{run.name}_{100 * float(size[1]):g}", size[1]
+                own = {"variant": name, "label": f"{variant.label}, {share}", "top5": None}
+                own |= {"top1": record[key], "compare": f"alone_{100 * float(share):g}"}
+                rows.append({**row, **own})
+        results.append(rows, self.args.results)
 
     def check(self, name: str, number: str) -> None:
-        """Train a recorded run again in a folder of its own, and compare its result."""
-        rows = results.read(self.args.results).query("sweep == @self.args.name")
-        best, seed = results.at_best(rows), int(number) if number.isdecimal() else -1
-        old = best[(best["variant"] == name) & (best["seed"] == seed)]
+        """Train a run of results.csv again in a folder of its own, and compare its result."""
+        best = results.at_best(results.read().query("sweep == @self.args.name"))
+        old = best[(best["variant"] == name) & (best["seed"].astype(str) == number)]
         if old.empty or name not in self.variants:
-            raise InputError(f"{self.args.results} has no run of {name} with seed {number}")
-        metric, sigma = results.metric_of(best), results.noise(best).sigma
+            raise InputError(
+                f"results.csv has no run of {name} with seed {number}: give its --name"
+            )
+        metric, sigma = results.metric_of(best), results.noise(best)[0]
         self.best |= best.set_index("variant")["lr"].to_dict()
-        self.args.work_dir = Path(self.args.work_dir, f"check-{self.about['commit']}")
-        self.args.results = self.args.work_dir / "results.csv"
-        runs = [self.planned(name, self.best[name], seed)]
+        runs = [self.planned(name, self.best[name], int(number))]
         while runs[0].start is not None:
             runs = [runs[0].start, *runs]
         self.train(runs)
@@ -321,17 +306,13 @@ class Sweep:
         if new.empty:
             sys.exit(f"not trained: {', '.join(self.failed)}")
         one, two = old.iloc[0], new.iloc[0]
-        alike = ("batch_size", "examples", "epochs", "iterations", "parameters", "dtype")
-        for key in alike:
-            if one[key] != two[key] and not (one[key] != one[key] or two[key] != two[key]):
-                sys.exit(f"{key} was {one[key]}, not {two[key]}: give the options of that sweep")
         # On a GPU, sums have no fixed order.
         same = all(one[key] and one[key] == two[key] for key in ("config", "cpu", "torch"))
         allowed = 0 if same else 2 * 2**0.5 * sigma
         how = "the same config, processor and torch: equal digits"
         if not same:
             how = f"another config, processor or torch: at most 2√2 σ = {allowed:.2g} apart"
-        text = f"{name}, seed {seed}: {one[metric]:g} before, {two[metric]:g} now ({how})"
+        text = f"{name}, seed {number}: {one[metric]:g} before, {two[metric]:g} now ({how})"
         if not abs(two[metric] - one[metric]) <= allowed:
             sys.exit(f"{text}: they differ")
         print(f"{text}: they agree")
@@ -385,20 +366,6 @@ def wanted(known: Mapping[str, Variant], names: Sequence[str] | None) -> dict[st
     return {name: variant for name, variant in known.items() if name in chosen}
 
 
-def commit_of() -> str:
-    """Return the commit of the repository; refuse changes, with which no row can be repeated."""
-    if os.environ.get("TOKENFORMER_VIT_COMMIT") or not (ROOT / ".git").exists():  # a copy
-        return environment()["commit"]
-    git = ["git", "-C", str(ROOT)]
-    written = [
-        f":!ablations/{name}" for name in ("results.csv", "curves.parquet", "*.md", "figures")
-    ]
-    status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", *written]
-    if changed := subprocess.check_output(status, text=True).split():
-        raise InputError(f"{changed[1]} has changes: commit them, or try it without --record")
-    return subprocess.check_output([*git, "rev-parse", "--short=8", "HEAD"], text=True).strip()
-
-
 def main(words: Sequence[str]) -> None:
     """Run a question."""
     titles = (f"  {name}: {str(own.__doc__).splitlines()[0]}" for name, own in QUESTIONS.items())
@@ -411,12 +378,10 @@ def main(words: Sequence[str]) -> None:
     add("--seeds", type=whole_number(0), default=1, metavar="N", help="runs of each; or only rates")
     add("--variants", nargs="+", metavar="NAME", help="default: all")
     add_run(parser)
-    add("--amp", action="store_true", help="train under bfloat16 autocast")
     add("--jobs", type=whole_number(1), default=1, help="runs at a time, which share the GPUs")
     add("--check", nargs=2, metavar=("VARIANT", "SEED"), help="repeat a run, and compare it")
     add("--name", help="name of the sweep in the results (default: QUESTION_CONFIG)")
     add("--work-dir", type=Path, help="folder of the runs (default: work_dirs/NAME)")
-    add("--record", action="store_true", help="write rows into ablations/, not the work directory")
     args = parser.parse_args(words)
     args.lr = sorted({*args.lr}) if args.lr else None
     if (args.lr_length or not args.seeds) and len(args.lr or ()) < 2:
@@ -424,7 +389,7 @@ def main(words: Sequence[str]) -> None:
     args.config = find_config(args.config)
     args.name = args.name or f"{args.question}_{args.config.stem}"
     args.work_dir = args.work_dir or Path("work_dirs", args.name)
-    args.results = results.RESULTS if args.record else args.work_dir / "results.csv"
+    args.results = args.work_dir / "results.csv"
     Sweep(args).run()
 
 
