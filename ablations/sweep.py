@@ -127,7 +127,8 @@ class Sweep:
         if self.failed:
             sys.exit(f"failed: {', '.join(self.failed)}; the same command tries them again")
         rows = results.read(self.args.results).query("sweep == @self.args.name")
-        print(report.table(report.Sweep(rows)) if self.args.seeds else "", end="")
+        for found in report.sweeps(rows).values():
+            print(report.table(found))
         print(f"The rows are in {self.args.results}; report.py --add FILE takes them over")
 
     def choose_rates(self) -> None:
@@ -225,12 +226,10 @@ class Sweep:
 
     def end(self, run: Run) -> None:
         """Record a run whose process has ended, or say why it failed."""
-        text = run.last_line
-        if self.finished(run):
-            record = run.record
-            text = ", ".join(f"{m} {record[key]}" for m, key in METRICS.items() if key in record)
-        else:
+        if not self.finished(run):
             self.failed.append(run.folder.name)
+        results_of = {m: run.record[key] for m, key in METRICS.items() if key in run.record}
+        text = ", ".join(f"{m} {value}" for m, value in results_of.items()) or run.last_line
         tqdm.write(f"{run.folder.name}: {text} ({run.folder}/output.log)")
 
     def finished(self, run: Run) -> bool:
@@ -366,8 +365,8 @@ def wanted(known: Mapping[str, Variant], names: Sequence[str] | None) -> dict[st
     return {name: variant for name, variant in known.items() if name in chosen}
 
 
-def main(words: Sequence[str]) -> None:
-    """Run a question."""
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command line."""
     titles = (f"  {name}: {str(own.__doc__).splitlines()[0]}" for name, own in QUESTIONS.items())
     parser = Parser(description="\n".join([str(__doc__), "questions:", *titles]))
     add = parser.add_argument
@@ -390,7 +389,12 @@ def main(words: Sequence[str]) -> None:
     args.name = args.name or f"{args.question}_{args.config.stem}"
     args.work_dir = args.work_dir or Path("work_dirs", args.name)
     args.results = args.work_dir / "results.csv"
-    Sweep(args).run()
+    return args
+
+
+def main(words: Sequence[str]) -> None:
+    """Run a question."""
+    Sweep(parse(words)).run()
 
 
 if __name__ == "__main__":

@@ -1,23 +1,19 @@
 """A sweep trains what is left, goes on after Ctrl-C, and chooses rates on held-out images."""
 
 import re
-import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
+import report
 import results
 import sweep
-import timm
 import torch
-from nested import QUESTIONS as NESTED
-from nested import WHOLE
-from theta import QUESTIONS as THETA
+from held_out import part_of
+from PIL import Image
 
 from tokenformer_vit import cli
-from tokenformer_vit.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 # Stands in for a training: what it leaves behind, or how it ends. Its best rate is 2e-3.
@@ -27,25 +23,24 @@ from pathlib import Path
 
 folder = Path(sys.argv[3])
 assert sys.argv[2:5:2] == ["--work-dir", "--resume"]
+variant, seed, digest = folder.name.rsplit("_", 2)
+config = runpy.run_path(sys.argv[1])
+lr = config["optim_wrapper"]["optimizer"]["lr"]
 with open(folder.parent / "starts.txt", "a") as file:
-    file.write(folder.name + "\\n")
-if os.environ.get("INTERRUPT") == folder.name:
-    stopped = folder.with_suffix(".stopped")
+    file.write(f"{variant} {seed[4:]} {lr:g}\\n")
+if os.environ.get("INTERRUPT") == variant:
+    stopped = folder.parent / "stopped"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(stopped.write_text("")))
     os.kill(os.getppid(), signal.SIGINT)
     time.sleep(60)
-if os.environ.get("FAIL") == folder.name:
-    sys.exit("error: the loss is nan")
-lr = runpy.run_path(sys.argv[1])["optim_wrapper"]["optimizer"]["lr"]
-figures = {"accuracy/top1": 80 - 1e3 * abs(lr - 2e-3), "flops": 7}
-logs = folder / "20260101_000000" / "vis_data"
-logs.mkdir(parents=True)
-lines = [{"loss": 2.0, "step": 7}, {**figures, "step": 2}]
-(logs / "scalars.json").write_text("\\n".join(map(json.dumps, lines)))
+if os.environ.get("FAIL", "").startswith(variant):
+    sys.exit(os.environ["FAIL"])
 record = {"date": "2026-01-01", "hardware": "a CPU", "dtype": "float32", "epochs": 2}
 record |= {"iterations": 14, "images_per_step": 8, "train_images": 50, "commit": "abc"}
 record |= {"versions": {"torch": "TORCH"}, "resumed_at_iteration": 0, "seconds": 60.0}
-record |= {"cpu": "x86", **figures}
+record |= {"cpu": "x86", "accuracy/top1": 80 - 1e3 * abs(lr - 2e-3), "flops": 7}
+if config["model"]["type"] == "NestedClassifier":
+    record["accuracy/top1_at_0.25"] = 70
 (folder / "record.json").write_text(json.dumps(record))
 """
 CONFIG = f"""
@@ -54,8 +49,8 @@ model = dict(backbone=dict(depth=1))
 param_scheduler = [dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True)]
 train_cfg = dict(max_epochs=2)
 """
+PAIR = ("softmax", "--variants", "gelu_l2", "vit")
 TRAIN = sweep.TRAIN
-PAIR = ("--variants", "gelu_l2", "vit")
 
 
 @pytest.fixture
@@ -63,33 +58,34 @@ def run(tmp_path, monkeypatch):
     """Run a sweep of trainings that take no time; return what was started, and all rows."""
     (tmp_path / "small.py").write_text(CONFIG)
     (tmp_path / "trainer.py").write_text(TRAINER.replace("TORCH", torch.__version__))
+    for part in ("train", "val"):
+        (tmp_path / "data/digits" / part / "0").mkdir(parents=True)
+        Image.new("L", (8, 8)).save(tmp_path / "data/digits" / part / "0/0.png")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep, "TRAIN", ("trainer.py",))
-    monkeypatch.setattr(sweep, "commit_of", lambda allow_dirty: "1234567")
 
-    def run(*words, questions=THETA[:1]):
+    def run(*words):
         starts, rows = Path("work", "starts.txt"), Path("work", "results.csv")
         starts.unlink(missing_ok=True)
-        sweep.main(questions, ["--config", "small.py", "--work-dir", "work", *words])
-        started = starts.read_text().split() if starts.exists() else []
-        return started, results.read(rows) if rows.exists() else None
+        cli.run(sweep.main, ["--config", "small.py", "--work-dir", "work", "--name", "one", *words])
+        started = starts.read_text().splitlines() if starts.exists() else []
+        return started, results.read(rows)
 
     return run
 
 
-def test_seed_0_finds_the_best_rate_on_held_out_images(run):
+def test_seed_0_finds_the_best_rate_on_held_out_images(run, capsys):
     words = (*PAIR, "--lr", "1e-3", "2e-3", "4e-3", "--seeds", "2", "--jobs", "2")
     started, rows = run(*words)
-    first = [f"{name}_seed0{lr}" for name in PAIR[1:] for lr in ("", "_lr0.002", "_lr0.004")]
-    assert {*started[:6]} == {*first}
-    assert {*started[6:]} == {f"{name}_seed{n}_lr0.002" for name in PAIR[1:] for n in (1, 2)}
+    tried = {f"{name} 0 {lr}" for name in PAIR[2:] for lr in (0.001, 0.002, 0.004)}
+    assert {*started[:6]} == tried
+    assert {*started[6:]} == {f"{name} {seed} 0.002" for name in PAIR[2:] for seed in (1, 2)}
     assert {*rows["selected_on"]} == {"held-out"}
-    assert {*rows["commit"]} == {"1234567"}
-    assert rows["top1"].max() == 80
     assert rows["parameters"].max() < 1.01 * rows["parameters"].min()
-    for name, held in (("gelu_l2_seed0", True), ("gelu_l2_seed1_lr0.002", False)):
-        text = Path("work", name, "config.py").read_text()
-        assert ("'HeldOutImages'" in text) == held
+    assert "| GELU + L2 |" in capsys.readouterr().out
+    for folder in Path("work").glob("*_seed*"):
+        text = (folder / "config.py").read_text()
+        assert ("'HeldOutImages'" in text) == ("_seed0_" in folder.name)
     again, same = run(*words)
     assert not again
     assert same.equals(rows)
@@ -97,132 +93,136 @@ def test_seed_0_finds_the_best_rate_on_held_out_images(run):
     assert len(run(*words)[1]) == 10
 
 
-def test_a_row_stands_for_a_lost_folder_of_the_same_config(run, capsys):
-    words = ("--variants", "gelu_l2")
-    run(*words)
-    shutil.rmtree("work/gelu_l2_seed0")
-    assert not run(*words)[0]
-    shutil.rmtree("work/gelu_l2_seed0")
+def test_held_out_examples_are_not_trained_on():
+    held, others = part_of(1000, True), part_of(1000, False)
+    assert len(held) == 100
+    assert sorted(held + others) == [*range(1000)]
+
+
+def test_a_row_stands_for_a_lost_folder_and_other_configs_do_not_mix(run, capsys):
+    run(*PAIR[:3])
+    shutil.rmtree(next(Path("work").glob("gelu_l2_seed0_*")))
+    assert not run(*PAIR[:3])[0]
     with pytest.raises(SystemExit, match="2"):
-        run(*words, "--batch-size", "9")
-    assert "has gelu_l2_seed0 of another config: remove" in capsys.readouterr().err
+        run(*PAIR[:3], "--batch-size", "9")
+    assert "has gelu_l2, seed 0, of another config: give" in capsys.readouterr().err
+    assert len(run(*PAIR[:3], "--batch-size", "9", "--name", "two")[1]) == 2
 
 
-def test_a_run_serves_other_lengths_and_questions(run):
-    words = ("--variants", "gelu_l2", "--lr", "1e-3", "2e-3", "--lr-length", "2", "--seeds", "0")
-    assert len(run(*words, "--cfg-options", "train_cfg.max_epochs=4")[0]) == 2
-    for folder in ("work/gelu_l2_seed0", "work/gelu_l2_seed0_lr0.002"):
-        shutil.rmtree(folder)
-    started, rows = run(*words, "--cfg-options", "train_cfg.max_epochs=8")
-    assert not started
-    assert list(zip(rows["options"].str[-1], rows["top1"], strict=True)) == [
-        *(("4", 79), ("4", 80), ("8", 79), ("8", 80)),
-    ]
-    words = ("--variants", "none", *words[2:], "--cfg-options", "train_cfg.max_epochs=8")
-    started, rows = run(*words, questions=THETA[1:])
-    assert not started
-    assert list(rows["question"]) == ["softmax"] * 4 + ["layernorm"] * 2
+def test_sizes_of_a_nested_model_are_rows(run):
+    _, rows = run("nested", "--variants", "sandwich", "alone_25")
+    row = rows.set_index("variant").loc["sandwich_25"]
+    assert (row["top1"], row["family"], row["compare"]) == (70, "sandwich", "alone_25")
 
 
 @pytest.mark.slow
-def test_trainings_find_the_probes(run, monkeypatch):
+def test_trainings_find_what_their_configs_import(run, monkeypatch):
     monkeypatch.setattr(sweep, "TRAIN", TRAIN)
+    shutil.rmtree("data/digits")
     cli.main(["prepare-data", "--digits", "data/digits"])
-    _, rows = run("--variants", WHOLE, "--lr", "1e-3", "2e-3", "4e-3", questions=NESTED)
-    assert list(rows["examples"]) == [1294, 1294, 1294, 1437]
-    assert rows.filter(regex="^(top1|flops|pruned_at_0.25)$").notna().all(axis=None)
+    _, rows = run("nested", "--variants", "sandwich", "--lr", "1e-3", "4e-3")
+    assert list(rows["examples"].unique()) == [1294, 1437]
     assert rows["flops"].max() == pytest.approx(rows["flops"].min() * 1437 / 1294, rel=0.1)
-    (best,) = Path("work").glob(f"{WHOLE}_seed1*")
-    model = timm.create_model(f"local-dir:{best / 'nested'}", pretrained=True)
-    assert model.sizes == (0.25, 0.5, 0.75, 1.0)
+    assert {"sandwich_25", "sandwich_75"} < {*rows["variant"]}
 
 
-def test_a_recorded_run_is_repeated_and_compared(run, capsys):
-    words = ("--variants", "grown_50", "--seeds", "2")
-    run(*words, questions=NESTED)
-    run(*words, "--check", "grown_50", "1", questions=NESTED)
-    assert "grown_50, seed 1: 79, and 79 on the same processor" in capsys.readouterr().out
-    rows = Path("work", "results.csv")
-    assert len(results.read(rows)) == 4
-    rows.write_text(rows.read_text().replace("79.0,", "78.0,"))
-    (again,) = Path("work").glob("check-1234567-*")
-    shutil.rmtree(again)
-    with pytest.raises(SystemExit, match=r"78, and 79 on the same processor .* more than 0 apart"):
-        run(*words, "--check", "grown_50", "1", questions=NESTED)
+def test_a_recorded_run_is_repeated_and_compared(run, monkeypatch, tmp_path, capsys):
+    _, rows = run(*PAIR, "--seeds", "2")
+    kept = tmp_path / "kept.csv"
+    read = results.read
+    monkeypatch.setattr(results, "read", lambda path=kept: read(path))
+    for change, status in (
+        ({}, "now (the same config, processor and torch: equal digits): they agree"),
+        ({"top1": 78.0}, "equal digits): they differ"),
+        ({"top1": [78.0, 78.5, 78.0, 78.5], "torch": "2.0"}, "0.25 .*another config, .*they agree"),
+    ):
+        rows.assign(**change).to_csv(kept, index=False)
+        shutil.rmtree("work")
+        told = ""
+        try:
+            run(*PAIR, "--check", "vit", "1")
+        except SystemExit as error:
+            told = str(error.code)
+        told += capsys.readouterr().out
+        assert re.search(re.escape(status) if "*" not in status else "they", told), told
     with pytest.raises(SystemExit, match="2"):
-        run(*words, "--check", "grown_50", "9", questions=NESTED)
-    assert "no run of grown_50 with seed 9" in capsys.readouterr().err
+        run(*PAIR, "--check", "vit", "9")
+    assert "no run of vit with seed 9" in capsys.readouterr().err
 
 
-def test_a_failed_run_is_named_and_tried_again(run, monkeypatch, capsys):
-    monkeypatch.setenv("FAIL", "gelu_l2_seed0")
-    with pytest.raises(SystemExit, match="failed: gelu_l2_seed0"):
+def test_a_failed_run_is_told_and_tried_again(run, monkeypatch, capsys):
+    monkeypatch.setenv("FAIL", "gelu_l2: no space left")
+    with pytest.raises(SystemExit, match="failed: gelu_l2_seed0_"):
         run(*PAIR)
-    out = capsys.readouterr().out
-    assert "gelu_l2_seed0: failed, see work/gelu_l2_seed0/output.log" in out
-    assert "vit_seed0: top1 79" in out
+    assert "gelu_l2: no space left (work/gelu_l2_seed0_" in capsys.readouterr().out
     monkeypatch.delenv("FAIL")
     started, rows = run(*PAIR)
-    assert started == ["gelu_l2_seed0"]
+    assert started == ["gelu_l2 0 0.001"]
     assert list(rows["variant"]) == ["vit", "gelu_l2"]
 
 
+def test_a_run_that_diverged_keeps_a_row(run, monkeypatch):
+    monkeypatch.setenv("FAIL", f"gelu_l2 is not finite. {sweep.DIVERGED}")
+    _, rows = run(*PAIR[:3])
+    assert rows["top1"].isna().all()
+    assert not run(*PAIR[:3])[0]
+
+
 def test_ctrl_c_stops_the_training_and_the_same_command_goes_on(run, monkeypatch, capsys):
-    monkeypatch.setenv("INTERRUPT", "gelu_l2_seed0")
+    monkeypatch.setenv("INTERRUPT", "gelu_l2")
     with pytest.raises(SystemExit, match="130"):
         run(*PAIR)
     assert "the same command goes on" in capsys.readouterr().err
-    assert Path("work", "gelu_l2_seed0.stopped").exists()
+    assert Path("work", "stopped").exists()
     monkeypatch.delenv("INTERRUPT")
-    assert run(*PAIR)[0] == ["gelu_l2_seed0", "vit_seed0"]
+    assert run(*PAIR)[0] == ["gelu_l2 0 0.001", "vit 0 0.001"]
 
 
-def test_a_variant_starts_from_the_best_of_another(run):
-    words = ("--variants", "grown_50", "--lr", "1e-3", "2e-3", "4e-3")
-    started, rows = run(*words, questions=NESTED)
-    assert started[:3] == ["alone_25_seed0", "alone_25_seed0_lr0.002", "alone_25_seed0_lr0.004"]
-    assert started[6:] == ["alone_25_seed1_lr0.002", "grown_50_seed1_lr0.002"]
-    text = Path("work", "grown_50_seed0", "config.py").read_text()
-    assert "load_from = 'work/alone_25_seed0_lr0.002/model.safetensors'" in text
-    assert list(rows["start"].iloc[-2:]) == ["", "alone_25"]
+def test_a_variant_starts_from_another(run, monkeypatch):
+    question = sweep.QUESTIONS["softmax"]
 
+    def stages(base):
+        found = question(base)
+        options = {"load_from": "{start}/model.safetensors"}
+        return {"vit": found["vit"], "after": sweep.Variant("after", options, start="vit")}
 
-def test_printed_commands_can_be_run_elsewhere(run, capsys):
-    words = ("--variants", "gelu_l2", "--print-commands")
-    assert run(*words) == ([], None)
-    (printed,) = capsys.readouterr().out.splitlines()
-    assert printed.split()[:2] == ["env", f"PYTHONPATH={ROOT}/ablations"]
-    subprocess.run([sys.executable, *shlex.split(printed)[3:]], check=True)
-    assert list(run(*words)[1]["commit"]) == ["abc"]  # of the training
+    monkeypatch.setitem(sweep.QUESTIONS, "softmax", stages)
+    stages.__doc__ = "Two stages."
+    started, rows = run("softmax", "--lr", "1e-3", "2e-3", "--variants", "after")
+    assert started[-2:] == ["vit 1 0.002", "after 1 0.002"]
+    assert list(rows["start"].iloc[-2:]) == ["", "vit"]
+    (after,) = Path("work").glob("after_seed1_*")
+    (vit,) = (p for p in Path("work").glob("vit_seed1_*"))
+    assert f"load_from = '{vit}/model.safetensors'" in (after / "config.py").read_text()
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--batch-size", "9"), "another training .now .*'batch_size': 9.*delete its folder"),
-        (("--config", "lm_micro"), "softmax compares image classifiers: choose another --config"),
-        (("--variants", "relu"), "no variant relu"),
-        (("--cfg-options", "load_from=x.pth"), r"trains from scratch, but .* loads x\.pth"),
+        (("softmax", "--variants", "relu"), "no variant relu; there are softmax"),
+        (("softmax", "--data-root", "nowhere"), "no data in nowhere: prepare them"),
+        (("softmax", "--seeds", "0"), "need several rates"),
     ],
 )
 def test_mistakes_end_before_any_training(run, capsys, words, message):
-    run("--variants", "gelu_l2")
     with pytest.raises(SystemExit, match="2"):
-        run("--variants", "gelu_l2", *words)
-    assert re.search(message, capsys.readouterr().err)
+        run(*words)
+    assert message in capsys.readouterr().err
+    assert not Path("work").exists()
 
 
-def test_changes_of_the_repository_are_refused_or_mark_the_rows(tmp_path, monkeypatch):
-    git = ["git", "-c", "user.name=me", "-c", "user.email=me", "-C", str(tmp_path)]
-    for name in ("results.csv", "sweep.py"):
-        (tmp_path / "ablations").mkdir(exist_ok=True)
-        (tmp_path / "ablations" / name).write_text("old")
-    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "old"]):
-        subprocess.run([*git, *words], check=True)
-    monkeypatch.setattr(sweep, "ROOT", tmp_path)
-    (tmp_path / "ablations" / "results.csv").write_text("a new row")
-    assert len(sweep.commit_of(False)) == 7
-    (tmp_path / "ablations" / "sweep.py").write_text("new")
-    with pytest.raises(InputError, match=r"ablations/sweep\.py: commit"):
-        sweep.commit_of(False)
-    assert sweep.commit_of(True).endswith("-dirty")
+def test_rows_are_added_of_a_clean_commit_once(run, monkeypatch, tmp_path):
+    run(*PAIR[:3])
+    added = tmp_path / "added.csv"
+    monkeypatch.setattr(results, "RESULTS", added)
+    monkeypatch.setattr(report, "PAGES", ())
+    monkeypatch.setattr(report, "TABLES", tmp_path / "TABLES.md")
+    monkeypatch.setattr(report, "import_module", lambda name: pytest.fail("charts"))
+    monkeypatch.setattr("sys.argv", ["report.py", "--check", "--add", "work/results.csv"])
+    with pytest.raises(SystemExit, match="out of date"):
+        report.main()
+    assert len(pd.read_csv(added)) == 1
+    rows = results.read(Path("work/results.csv")).assign(commit="abc-dirty", sweep="two")
+    rows.to_csv("work/results.csv", index=False)
+    with pytest.raises(SystemExit, match="rows of abc-dirty: commit"):
+        report.main()

@@ -125,9 +125,9 @@ def load_recipe(
         if before != epochs:
             _scale_schedule(cfg, epochs, before)
     length = run_length(cfg)
-    for key in options or {}:
-        _check_option(cfg, key)
-    cfg.merge_from_dict(copy.deepcopy(dict(options or {})))
+    for key, value in (options or {}).items():
+        _check_option(cfg, key)  # one before it may have set the type
+        cfg.merge_from_dict({key: copy.deepcopy(value)})
     _fit_schedule(cfg, length)
     if data_root is not None:
         for _, loader in loaders(cfg):
