@@ -106,17 +106,8 @@ class Base:
         heads = self.inner.blocks[0].attn.num_heads
         return {"embed_dim": self.width, "depth": len(self.inner.blocks), "num_heads": heads}
 
-    def transformer(self, positions: str = "learned", **sizes: Any) -> Options:
-        """Return the ViT or Transformer with as many weights in its blocks, and other sizes."""
-        hidden = matched_hidden(self.width, self.pairs_of_block)
-        if self.language:
-            rotary = ("rotary_share", "rotary_base") if positions == "rotary" else ()
-            kept = {name: getattr(self.inner.config, name) for name in ("vocab_size", *rotary)}
-            kept |= {name: getattr(self.inner.config, name) for name in ("context_length",)}
-            own = {**kept, **self.sizes(), "hidden_features": hidden, **sizes}
-            own |= {"positions": positions} if rotary else {}
-            tied = {"tie_embeddings": self.inner.config.tie_embeddings}
-            return {"model.architecture": "transformer", "model.config": {**own, **tied}}
+    def vit(self, **sizes: Any) -> Options:
+        """Return timm's ViT with as many weights in its blocks, and perhaps other sizes."""
         ours = inspect.signature(TokenFormerViT).parameters
         timms = inspect.signature(VisionTransformer).parameters
         backbone = self.cfg["model"]["backbone"]
@@ -126,5 +117,6 @@ class Base:
             own["model_name"] = "vit_conv_stem"
         embed = self.inner.patch_embed
         own |= {"img_size": embed.img_size[0], "patch_size": embed.patch_size[0]}
+        hidden = matched_hidden(self.width, self.pairs_of_block)
         own |= {"mlp_ratio": mlp_ratio(hidden, self.width), **sizes}
         return {"model.backbone": {**kept, **own, "_delete_": True}}

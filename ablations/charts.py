@@ -25,7 +25,6 @@ ONE_STEP = {  # at the end; the growths are after 80, 50 and 25 % of the trainin
     "ViT or Transformer, Net2Net": ("net2net_80", "net2net_50", "net2net_25", "reference"),
 }
 SIZED = {"alone": "alone_100", "nested, sandwich": "sandwich", "nested, Scala": "scala"}
-THETAS = ("softmax", "gelu_l1", "gelu_l2", "gelu_l2_post", "vit"), ("weight_bias", "bias", "none")
 
 
 def draw(found: Mapping[str, Sweep]) -> None:
@@ -64,15 +63,6 @@ def draw(found: Mapping[str, Sweep]) -> None:
             for label, names in ONE_STEP.items():
                 places = found[name].flops[[*names]]
                 points(axes, places, [value(found[name], each) for each in names], label)
-    with chart("theta", "Θ: top-1 (%)", "LayerNorm: top-1 (%)") as panels:
-        for axes, name, names in zip(panels, ("theta", "norm"), THETAS, strict=True):
-            for label, sweep in (("20 epochs, Muon", name), ("8 epochs, AdamW", f"{name}_8_adamw")):
-                values = [value(found[sweep], each) for each in names]
-                labels = [found[sweep].first["label"][each] for each in names]
-                widths = [each.width for each in values]
-                places = [each.value for each in values]
-                axes.errorbar(places, labels, xerr=widths, fmt="o", capsize=2, label=label)
-            axes.invert_yaxis()
 
 
 def value(sweep: Sweep, name: str) -> Estimate:
@@ -87,7 +77,7 @@ def points(axes: Any, places: Any, values: Sequence[Estimate], label: str) -> No
 
 
 @contextmanager
-def chart(name: str, *titles: str, xlabel: str = "") -> Iterator[list[Any]]:
+def chart(name: str, *titles: str, xlabel: str) -> Iterator[list[Any]]:
     """Yield a panel for each title; then add the legends and write the figure."""
     figure = Figure(figsize=(5.5 * len(titles), 3.8), layout="constrained")
     panels = list(figure.subplots(1, len(titles), squeeze=False)[0])
@@ -98,7 +88,6 @@ def chart(name: str, *titles: str, xlabel: str = "") -> Iterator[list[Any]]:
     for axes in panels:
         axes.legend(fontsize="small")
         axes.set_xlabel(xlabel)
-        if xlabel:
-            axes.xaxis.set_major_formatter(EngFormatter())
+        axes.xaxis.set_major_formatter(EngFormatter())
     path = FOLDER / "figures" / f"{name}.png"
     figure.savefig(path, dpi=90, metadata={"Software": None})

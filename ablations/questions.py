@@ -20,7 +20,7 @@ def softmax(base: Base) -> Variants:
         "gelu_l1": Variant("GELU + L1", {theta: "gelu_l1"}, compare=others, paper=81.7),
         "gelu_l2": Variant("GELU + L2", {theta: "gelu_l2"}, compare=others[:1], paper=82.5),
         "gelu_l2_post": Variant("L2 after GELU", {theta: "gelu_l2_post"}, compare=others),
-        "vit": Variant("ViT, matched", base.transformer(), paper=82.3),
+        "vit": Variant("ViT, matched", base.vit(), paper=82.3),
     }
 
 
@@ -39,7 +39,7 @@ def recipes(base: Base) -> Variants:
     kind, found = "optim_wrapper.optimizer.type", {}
     for model, label, options in (
         ("tokenformer", "TokenFormer", {}),
-        ("vit", "ViT, matched", base.transformer()),
+        ("vit", "ViT, matched", base.vit()),
     ):
         for name, text, optimizer in (
             ("adamw", "AdamW", "AdamW"),
@@ -58,7 +58,7 @@ def sizes(base: Base) -> Variants:
     for times in (0.5, 1, 2):
         new, label = max(1, round(times * depth)), f"{times:g} × the blocks"
         vit, ours = f"vit_{times:g}", f"tokenformer_{times:g}"
-        found[vit] = Variant(f"ViT, {label}", base.transformer(depth=new))
+        found[vit] = Variant(f"ViT, {label}", base.vit(depth=new))
         options = {f"{base.prefix}depth": new}
         found[ours] = Variant(f"TokenFormer, {label}", options, compare=(vit,))
     return found
@@ -141,7 +141,7 @@ def mae(base: Base) -> Variants:
     """
     found, path, length = {}, "model.backbone.checkpoint_path", base.length
     scratch = {path: "", "optim_wrapper.paramwise_cfg.layer_decay_rate": 1.0}
-    for kind, name, model in (("ours", "TokenFormer", {}), ("vit", "ViT", base.transformer())):
+    for kind, name, model in (("ours", "TokenFormer", {}), ("vit", "ViT", base.vit())):
         whole = {key: {**each, "checkpoint_path": ""} for key, each in model.items()}
         encoder = {key: {**each, "global_pool": "token"} for key, each in whole.items()}
         how: Any = {"config": "mae_cifar10_micro_pretrain", "length": 5 * length}
@@ -165,18 +165,6 @@ def mae(base: Base) -> Variants:
     return found
 
 
-def lm_transformer(base: Base) -> Variants:
-    """Language: how does a TokenFormer compare with a Transformer of as many weights?"""
-    learned, both = {f"{base.prefix}positions": "learned"}, ("transformer", "rotary")
-    return {
-        "transformer": Variant("Transformer (GPT-2)", base.transformer()),
-        "rotary": Variant("Transformer (GPT-NeoX, rotary)", base.transformer("rotary")),
-        "matched": Variant("TokenFormer", compare=both),
-        "matched_learned": Variant("TokenFormer, learned positions", learned, compare=both[:1]),
-    }
-
-
 QUESTIONS: dict[str, Callable[[Base], Variants]] = {
-    each.__name__: each
-    for each in (softmax, layernorm, recipes, sizes, one_step, nested, mae, lm_transformer)
+    each.__name__: each for each in (softmax, layernorm, recipes, sizes, one_step, nested, mae)
 }

@@ -9,7 +9,6 @@ the kinds. Numbers and verbs stand between markers alone, so that they cannot le
 """
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -251,39 +250,14 @@ def contrast(found: Mapping[str, Sweep], words: str) -> str:
 
 
 def converted(found: Mapping[str, Sweep], words: str) -> str:
-    """Render what trained ViTs keep when they are converted; each ± is of its own seeds.
-
-    From: a part of a model's name = heading; ...; name, dtype, variant = heading; ...
-    """
-    rows = pd.read_csv(FOLDER / "from_vit.csv", keep_default_na=False)
-    pairs = [word.split("=") for word in " ".join(words.split()).split(";")]
-    models = {part.strip(): heading.strip() for part, heading in pairs if "," not in part}
-    lines = []
-    for key, label in (pair for pair in pairs if "," in pair[0]):
-        name, dtype, variant = (part.strip() for part in key.split(","))
-        own = rows[(rows["name"] == name) & (rows["dtype"] == dtype) & (rows["variant"] == variant)]
-        line = [label.strip()]
-        for part in models:
-            values = own.loc[own["model"].str.contains(part, regex=False), "value"].astype(float)
-            error, degrees = values.std() / max(len(values), 1) ** 0.5, len(values) - 1
-            width = Estimate(0, error, degrees).width if degrees > 0 else 0
-            text = f"{values.mean():.4g}" if len(values) else ""
-            line.append(text + (f" ± {width:.2g}" if width else ""))
-        lines.append(line)
-    return markdown(["", *models.values()], lines) if len(lines) > 1 else lines[0][1]
+    """Render a mean of from_vit.csv, from: part of a model's name, what, dtype, variant."""
+    model, *names = (word.strip() for word in words.split(","))
+    rows = pd.read_csv(FOLDER / "from_vit.csv")
+    alike = (rows[["name", "dtype", "variant"]] == names).all(axis=1)
+    return f"{rows['value'][alike & rows['model'].str.contains(model)].mean():.4g}"
 
 
-def record(found: Mapping[str, Sweep], words: str) -> str:
-    """Render a number of a JSON file: its path, keys or places in lists, and a format."""
-    path, *keys, form = words.split()
-    value = json.loads((FOLDER.parent / path).read_text(encoding="utf-8"))
-    for key in keys:
-        value = value[int(key) if isinstance(value, list) else key]
-    return form.format(value)
-
-
-RENDER = (differences, difference, verdict, mean, cost, tally, contrast, converted)
-RENDER += (measured, record)
+RENDER = (differences, difference, verdict, mean, cost, tally, contrast, converted, measured)
 
 
 def fill(text: str, found: Mapping[str, Sweep]) -> str:

@@ -4,9 +4,10 @@ A run is ``tokenformer-vit train`` with a config in a folder of its own; its row
 of the work directory. If interrupted, the same command skips finished runs and resumes the others.
 Of several rates, seed 0 finds the best: it trains without 5,000 of the training examples, and is
 validated on these alone. The other seeds train on all of them at the best rate of their variant,
-and are validated on the test data::
+and are validated on the test data. Started several times, such as once for each GPU, the command
+shares the runs among its processes::
 
-    python ablations/sweep.py softmax --config digits_demo --variants gelu_l2 vit
+    CUDA_VISIBLE_DEVICES=0 python ablations/sweep.py softmax --config cifar10_micro_50k --seeds 3
 """
 
 import argparse
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pprint import pformat
@@ -30,6 +32,7 @@ import report
 import results
 import torch
 from base import Base, Variant
+from filelock import FileLock, Timeout
 from questions import QUESTIONS
 from tqdm import tqdm
 
@@ -43,7 +46,6 @@ from tokenformer_vit.training.config import (
     find_config,
     loaders,
     resolve,
-    run_length,
 )
 from tokenformer_vit.training.engine import Config
 
@@ -170,66 +172,58 @@ class Sweep:
         return Run(name, variant, lr, seed, hold, cfg, digest, folder, start)
 
     def train(self, runs: Sequence[Run]) -> None:
-        """Train the runs that are not finished, each after the one that it goes on from."""
+        """Train the runs that are not finished, and wait for those of other processes."""
         left = [run for run in runs if not self.finished(run)]
-        progress = tqdm(total=sum(run_length(run.config) for run in left), disable=not left)
-        slots, active = slots_of(self.args.jobs), {}
-        try:
-            while True:
-                ready = [run for run in left if run.start is None or run.start.record]
-                for run in ready[: len(slots)]:
-                    left.remove(run)
-                    gpus = slots.pop()
-                    active[run] = self.begin(run, gpus), gpus
-                if not active:
-                    break
-                time.sleep(0.1)
-                for run, (process, gpus) in [*active.items()]:
-                    if process.poll() is not None:
-                        del active[run]
-                        slots.append(gpus)
-                        self.end(run)
-                        progress.update(run_length(run.config))
-        except BaseException:
-            for process, _ in active.values():
-                process.terminate()  # it writes a checkpoint first
-            for process, _ in active.values():
-                process.wait()
-            print("stopped; the same command goes on", file=sys.stderr)
-            raise
-        self.failed += [run.folder.name for run in left]  # as what they start from
+        progress = tqdm(total=len(left), unit="run", disable=not left)
+        while left:
+            for run in left:
+                run.folder.mkdir(parents=True, exist_ok=True)
+                # A run that another one goes on from comes before it.
+                ready = run.start is None or run.start.record
+                with suppress(Timeout), FileLock(run.folder / "sweep.lock", timeout=0):
+                    if ready and not self.finished(run):
+                        self.execute(run)
+            gone = [run for run in left if self.finished(run) or self.hopeless(run)]
+            left = [run for run in left if run not in gone]
+            progress.update(len(gone))
+            time.sleep(0.1 if gone else 2)
 
-    def begin(self, run: Run, gpus: str) -> subprocess.Popen:
-        """Start the process of a run; torchrun takes all GPUs that it sees."""
-        run.folder.mkdir(parents=True, exist_ok=True)
-        place = str(run.start.folder) if run.start else ""
+    def hopeless(self, run: Run) -> bool:
+        """Tell whether a run failed, or one that it goes on from."""
+        failed = run.folder.name in self.failed
+        if not failed and run.start is not None and self.hopeless(run.start):
+            self.failed.append(run.folder.name)
+        return run.folder.name in self.failed
+
+    def execute(self, run: Run) -> None:
+        """Train a run in a process; torchrun takes all GPUs that it sees."""
         values = run.config.to_dict().items()
         lines = [f"{key} = {pformat(own, sort_dicts=False)}\n" for key, own in values]
-        text = "".join(lines).replace("{start}", place)
+        text = "".join(lines).replace("{start}", str(run.start.folder) if run.start else "")
         (run.folder / "config.py").write_text(text, encoding="utf-8")
-        launcher, paths = (
-            self.args.launcher,
-            [str(results.FOLDER), os.environ.get("PYTHONPATH", "")],
-        )
-        own = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": gpus}
-        words = [*TORCHRUN * (launcher == "pytorch"), *TRAIN, str(run.folder / "config.py")]
-        words += ["--work-dir", str(run.folder), "--resume", "--launcher", launcher]
+        words = [*TORCHRUN * (self.args.launcher == "pytorch"), *TRAIN, f"{run.folder}/config.py"]
+        words += ["--work-dir", str(run.folder), "--resume", "--launcher", self.args.launcher]
+        paths = os.pathsep.join([str(results.FOLDER), os.environ.get("PYTHONPATH", "")])
         with (run.folder / "output.log").open("ab") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **own},
+                env={**os.environ, "PYTHONPATH": paths},
                 start_new_session=True,  # Ctrl-C reaches it once, through this process
             )
-
-    def end(self, run: Run) -> None:
-        """Record a run whose process has ended, or say why it failed."""
+        try:
+            process.wait()
+        except BaseException:
+            process.terminate()  # it writes a checkpoint first
+            process.wait()
+            print("stopped; the same command goes on", file=sys.stderr)
+            raise
         if not self.finished(run):
             self.failed.append(run.folder.name)
-        results_of = {m: run.record[key] for m, key in METRICS.items() if key in run.record}
-        text = ", ".join(f"{m} {value}" for m, value in results_of.items()) or run.last_line
+        figures = [f"{m} {run.record[key]}" for m, key in METRICS.items() if key in run.record]
+        text = ", ".join(figures) or run.last_line
         tqdm.write(f"{run.folder.name}: {text} ({run.folder}/output.log)")
 
     def finished(self, run: Run) -> bool:
@@ -323,10 +317,8 @@ def check(cfg: Config) -> None:
     check_config(cfg)
     for root in roots_of(cfg):
         if not Path(root).exists() and "://" not in root:
-            raise InputError(
-                f"there are no data in {root}: prepare them as the head of {cfg.filename} says, or "
-                "give --data-root"
-            )
+            source = f"prepare them as the head of {cfg.filename} says, or give --data-root"
+            raise InputError(f"there are no data in {root}: {source}")
     check_folders(cfg, ("train_dataloader", "val_dataloader"))
 
 
@@ -345,13 +337,6 @@ def hold_out(cfg: Config) -> None:
         if "pipeline" not in val:
             part = {**dataset, "type": "HeldOutRows"}
         cfg[f"{name}_dataloader"]["dataset"] = {**copy.deepcopy(part), "held_out": name == "val"}
-
-
-def slots_of(jobs: int) -> list[str]:
-    """Return the GPUs of each of the runs at a time: one, or all of them for a single run."""
-    every = ",".join(map(str, range(torch.cuda.device_count())))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or every
-    return [visible] if jobs == 1 else (visible.split(",") * jobs)[:jobs]
 
 
 def wanted(known: Mapping[str, Variant], names: Sequence[str] | None) -> dict[str, Variant]:
@@ -377,7 +362,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--seeds", type=whole_number(0), default=1, metavar="N", help="runs of each; or only rates")
     add("--variants", nargs="+", metavar="NAME", help="default: all")
     add_run(parser)
-    add("--jobs", type=whole_number(1), default=1, help="runs at a time, which share the GPUs")
     add("--check", nargs=2, metavar=("VARIANT", "SEED"), help="repeat a run, and compare it")
     add("--name", help="name of the sweep in the results (default: QUESTION_CONFIG)")
     add("--work-dir", type=Path, help="folder of the runs (default: work_dirs/NAME)")

@@ -5,7 +5,7 @@ import sweep
 from base import Base
 from questions import QUESTIONS, stable
 
-BASES = {"mae": "mae_cifar10_micro_finetune", "lm_transformer": "lm_micro"}
+BASES = {"mae": "mae_cifar10_micro_finetune"}
 ASKED = [(name, BASES.get(name, "cifar10_micro_50k")) for name in QUESTIONS]
 
 
@@ -41,8 +41,8 @@ def test_the_vit_has_as_many_weights_and_costs_as_much(name):
         blocks = base.build(base.with_options(options)).backbone.model.blocks
         return [sum(p.numel() for p in block.parameters() if p.ndim > 1) for block in blocks]
 
-    assert weights({}) == weights(base.transformer())
-    assert base.flops({}) == base.flops(base.transformer())
+    assert weights({}) == weights(base.vit())
+    assert base.flops({}) == base.flops(base.vit())
 
 
 @pytest.mark.parametrize(("name", "half_a_step"), [("cifar10_micro_50k", 0.5), ("lm_micro", 0.5)])

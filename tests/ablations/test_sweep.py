@@ -75,7 +75,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_seed_0_finds_the_best_rate_on_held_out_images(run, capsys):
-    words = (*PAIR, "--lr", "1e-3", "2e-3", "4e-3", "--seeds", "2", "--jobs", "2")
+    words = (*PAIR, "--lr", "1e-3", "2e-3", "4e-3", "--seeds", "2")
     started, rows = run(*words)
     tried = {f"{name} 0 {lr}" for name in PAIR[2:] for lr in (0.001, 0.002, 0.004)}
     assert {*started[:6]} == tried
