@@ -21,7 +21,8 @@ import pandas as pd
 import results
 from results import FOLDER, Estimate
 
-TABLES, PAGES = FOLDER / "TABLES.md", (FOLDER.parent / "README.md", FOLDER / "README.md")
+TABLES = FOLDER / "TABLES.md"
+PAGES = [FOLDER.parent / part / "README.md" for part in ("", "ablations", "tokenformer_vit/growth")]
 INTRODUCTION = """# All tables
 
 Rendered by `python ablations/report.py` from [results.csv](results.csv). A row is a variant at the

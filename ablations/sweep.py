@@ -55,7 +55,6 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=gpu
 # What results.csv has from the record of a training.
 COLUMNS = "date|hardware|cpu|dtype|epochs|iterations|flops|top[15]|perplexity.*|.*_error"
 METRICS = {"top1": "accuracy/top1", "perplexity": "perplexity"}
-DIVERGED = "Resume with a lower rate"  # a line of its output
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +84,17 @@ class Run:
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         return text.strip().rpartition("\n")[2]
 
+    @property
+    def diverged(self) -> bool:
+        """Whether it ended with an error of this kind."""
+        return "Resume with a lower rate" in self.last_line
+
 
 class Sweep:
     """The runs of a question."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.failed, self.several = args, list[str](), len(args.lr or ()) > 1
+        self.args, self.failed, self.several = args, set[str](), len(args.lr or ()) > 1
         typed = {"train_dataloader.batch_size": args.batch_size, "compile_blocks": args.compile}
         args.cfg_options |= {key: value for key, value in typed.items() if value}
         self.base = Base(args.config, args.cfg_options, data_root=args.data_root)
@@ -176,27 +180,38 @@ class Sweep:
         left = [run for run in runs if not self.finished(run)]
         progress = tqdm(total=len(left), unit="run", disable=not left)
         while left:
-            for run in left:
+            waiting = len(left)
+            for run in [*left]:
                 run.folder.mkdir(parents=True, exist_ok=True)
-                # A run that another one goes on from comes before it.
                 ready = run.start is None or run.start.record
                 with suppress(Timeout), FileLock(run.folder / "sweep.lock", timeout=0):
-                    if ready and not self.finished(run):
+                    if ready and not self.finished(run) and not self.hopeless(run):
                         self.execute(run)
-            gone = [run for run in left if self.finished(run) or self.hopeless(run)]
-            left = [run for run in left if run not in gone]
-            progress.update(len(gone))
-            time.sleep(0.1 if gone else 2)
+                if self.finished(run) or self.hopeless(run):
+                    left.remove(run)
+                    progress.update()
+            time.sleep(2 * (len(left) == waiting))
+
+    def finished(self, run: Run) -> bool:
+        """Tell whether a run has a row, and a folder if another run goes on from it."""
+        row = results.find(results.read(self.args.results), self.row_name(run))
+        if not row.empty and row.iloc[0]["config"] != run.digest:
+            raise InputError(
+                f"{self.args.results} has {run.name}, seed {run.seed}, of another config: give the "
+                "sweep another --name, or remove its rows"
+            )
+        needed = run.name in {each.start for each in self.variants.values()}
+        return not row.empty and bool(run.record or run.diverged or not needed)
 
     def hopeless(self, run: Run) -> bool:
         """Tell whether a run failed, or one that it goes on from."""
-        failed = run.folder.name in self.failed
-        if not failed and run.start is not None and self.hopeless(run.start):
-            self.failed.append(run.folder.name)
+        before = run.start
+        if before is not None and (before.diverged or self.hopeless(before)):
+            self.failed.add(run.folder.name)
         return run.folder.name in self.failed
 
     def execute(self, run: Run) -> None:
-        """Train a run in a process; torchrun takes all GPUs that it sees."""
+        """Train a run in a process, and record it; torchrun takes all GPUs that it sees."""
         values = run.config.to_dict().items()
         lines = [f"{key} = {pformat(own, sort_dicts=False)}\n" for key, own in values]
         text = "".join(lines).replace("{start}", str(run.start.folder) if run.start else "")
@@ -220,32 +235,22 @@ class Sweep:
             process.wait()
             print("stopped; the same command goes on", file=sys.stderr)
             raise
-        if not self.finished(run):
-            self.failed.append(run.folder.name)
+        if run.record or run.diverged:
+            self.record(run)
+        else:
+            self.failed.add(run.folder.name)
         figures = [f"{m} {run.record[key]}" for m, key in METRICS.items() if key in run.record]
         text = ", ".join(figures) or run.last_line
         tqdm.write(f"{run.folder.name}: {text} ({run.folder}/output.log)")
-
-    def finished(self, run: Run) -> bool:
-        """Tell whether a run has ended, or has a row and no other needs its folder; record it."""
-        row = results.find(results.read(self.args.results), self.row_name(run))
-        if row.empty and (run.record or DIVERGED in run.last_line):
-            self.record(run)
-            return True
-        if not row.empty and row.iloc[0]["config"] != run.digest:
-            raise InputError(
-                f"{self.args.results} has {run.name}, seed {run.seed}, of another config: give the "
-                "sweep another --name, or remove its rows"
-            )
-        needed = run.name in {each.start for each in self.variants.values()}
-        return bool(run.record) or not (row.empty or needed)
 
     def row_name(self, run: Run) -> dict[str, Any]:
         """Return the name of a run in the results."""
         return {"sweep": self.args.name, "variant": run.name, "lr": run.lr, "seed": run.seed}
 
     def record(self, run: Run) -> None:
-        """Write the row of a run; one that diverged has no result."""
+        """Write the row of a run, if it has none; one that diverged has no result."""
+        if not results.find(results.read(self.args.results), self.row_name(run)).empty:
+            return
         record, variant = run.record, run.variant
         noun = "sequences" if self.base.language else "images"
         names = {key: key.removeprefix("accuracy/").replace("/error", "_error") for key in record}

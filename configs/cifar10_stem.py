@@ -5,7 +5,7 @@
 # Batch:     512
 # Hardware:  one GPU; on one CPU core 460 images a second
 # Command:   tokenformer-vit train configs/cifar10_stem.py
-# Expected:  not run to the end as it is; AdamW, batch 256, 60 epochs: ablations/TABLES.md, Recipes
+# Expected:  not run to the end as it is; AdamW, batch 256, 60 epochs: ablations/TABLES.md
 _base_ = "cifar10_micro_50k.py"
 
 model = dict(

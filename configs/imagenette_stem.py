@@ -4,7 +4,7 @@
 #            (images of one size)
 # Batch:     128
 # Command:   tokenformer-vit train configs/imagenette_stem.py
-# Expected:  not run for its 40 epochs; 12 epochs: ablations/TABLES.md, Recipes
+# Expected:  not run for its 40 epochs; 12 epochs: ablations/TABLES.md
 _base_ = "cifar10_stem.py"
 
 model = dict(backbone=dict(img_size=64))

@@ -1,5 +1,4 @@
-# A language model of GPT-2's size with 512 pairs on English, the first of three languages. Each
-# later language gets new pairs under a mask: see lm_languages in ablations/language.py.
+# A language model of GPT-2's size with 512 pairs on English web text, the first of three languages.
 #
 # Paper:     none; the set-up is from a course report (2024), in which masks were not applied
 # Data:      tokenformer-vit prepare-text --hub uonlp/CulturaX --hub-config en data/culturax_en \

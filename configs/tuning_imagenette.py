@@ -3,8 +3,7 @@
 #
 # Data:      tokenformer-vit prepare-data imagenette_parquet data/imagenette_small \
 #                --limit 3000 --limit-val 1000
-# Weights:   python ablations/growth.py growth --config configs/cifar10_micro.py \
-#                --variants large vit
+# Weights:   tokenformer-vit train configs/cifar10_micro.py
 # Batch:     64
 # Hardware:  one CPU core; minutes in ablations/TABLES.md
 # Command:   tokenformer-vit train configs/tuning_imagenette.py
@@ -13,7 +12,7 @@ _base_ = "cifar10_micro.py"
 
 model = dict(
     backbone=dict(
-        checkpoint_path="work_dirs/ablations/growth/cifar10_micro/large_seed0/model.safetensors",
+        checkpoint_path="work_dirs/cifar10_micro/model.safetensors",
         growth=dict(
             num_qkv_param_tokens=96 + 5,
             num_proj_param_tokens=96 + 5,

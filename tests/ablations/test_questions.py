@@ -5,6 +5,8 @@ import sweep
 from base import Base
 from questions import QUESTIONS, stable
 
+from tokenformer_vit.training.config import run_length
+
 BASES = {"mae": "mae_cifar10_micro_finetune"}
 ASKED = [(name, BASES.get(name, "cifar10_micro_50k")) for name in QUESTIONS]
 
@@ -53,7 +55,7 @@ def test_growth_costs_what_it_is_compared_with(name, half_a_step):
         share = when / 100 * own.base.length
         grown = share * half + (own.base.length - share) * large
         scratch, longer = (
-            sweep.run_length(own.configs[f"{each}_{when}"]) for each in ("scratch", "longer")
+            run_length(own.configs[f"{each}_{when}"]) for each in ("scratch", "longer")
         )
         assert abs(scratch * large - grown) <= half_a_step * large
         assert abs(longer * half - grown) <= half_a_step * half

@@ -149,7 +149,9 @@ def test_runs_are_appended_all_or_none_and_once(runs, tmp_path, monkeypatch):
     assert not path.exists()
     results.append([row, {**row, "seed": 1, "speed": 1}], path)
     before = path.read_bytes()
-    with pytest.raises(InputError, match=r"has a row of sweep which, variant one, lr 0.001, seed 1"):
+    with pytest.raises(
+        InputError, match=r"has a row of sweep which, variant one, lr 0.001, seed 1"
+    ):
         results.append([{**row, "seed": 2}, {**row, "seed": 1}], path)
     assert path.read_bytes() == before
     assert list(results.read(path)["speed"].fillna(0)) == [0, 1]
