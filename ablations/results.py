@@ -45,7 +45,8 @@ def read(path: Path = RESULTS) -> pd.DataFrame:
             path, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=""
         )
     rows = rows.reindex(columns=[*dict.fromkeys([*TEXTS, *NUMBERS, *rows])])
-    return rows.fillna(dict.fromkeys(TEXTS, ""))
+    rows[TEXTS] = rows[TEXTS].fillna("").astype(str)
+    return rows
 
 
 def find(rows: pd.DataFrame, run: Mapping[str, Any]) -> pd.DataFrame:

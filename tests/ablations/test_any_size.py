@@ -1,66 +1,64 @@
-"""Smaller ViTs are measured before and after an epoch, once; their table says who leads."""
+"""Smaller ViTs are measured once, before and after an epoch, and the command goes on."""
 
+import copy
+from argparse import Namespace
 from typing import Any
 
 import any_size
-import pandas as pd
 import pytest
-import report
+import results
 import timm
 import torch
+import vits
 from safetensors.torch import save_file
 
 
-def test_each_method_is_measured_once(shared_data, tmp_path, monkeypatch):
+def test_smaller_vits_are_measured_before_and_after_an_epoch(shared_data, tmp_path, monkeypatch):
     monkeypatch.setattr("timm.layers.set_fused_attn", lambda on: None)  # it is for the process
     torch.manual_seed(0)  # agreement depends on the weights
-    vit: Any = timm.create_model("test_vit", img_size=32)
-    save_file(vit.state_dict(), tmp_path / "vit.safetensors")
-    words = ["--data", str(shared_data("cifar10")), "--csv", str(tmp_path / "rows.csv")]
-    words += ["--vit", "test_vit", "--weights", str(tmp_path / "vit.safetensors"), "--image", "32"]
-    words += ["--device", "cpu", "--seeds", "0", "1", "--limit", "120", "--epochs", "1"]
-    words += ["--batch-size", "16", "--no-compile", "--work-dir", str(tmp_path / "work")]
-    words += ["--targets", "0.8", "0.7", "--methods", "refit", "refit equal", "usage"]
-    rows: Any = None
-    for _ in range(2):
-        any_size.main(words)
-        rows = pd.read_csv(tmp_path / "rows.csv").set_index(["seed", "method", "target"])
-        # Seed 0 tries all rates, at the last target; the other seed has the best.
-        assert rows.loc[0].groupby("method").size().to_dict() == {
-            **{"fine-tuning": 2, "whole": 1, "refit": 3, "refit equal": 1, "usage": 3}
-        }
-        assert rows.loc[1].index.is_unique
-        assert len(rows.loc[1]) == 8
-    part = rows["flops"] / rows["flops"].max()
-    for target in (0.8, 0.7):
-        assert part[1, "usage", target] == part[1, "refit equal", target]
-        assert target - 0.03 < part[1, "refit", target] <= target
-    same = rows["same_class"][1]
-    assert same["whole", 1.0] == 100
-    assert same["refit equal", 0.7] > same["usage", 0.7]
-    assert rows["tuned"].isna().groupby("method").all().to_dict() == {
-        **{"fine-tuning": False, "whole": True, "refit": False, "refit equal": True},
-        **{"usage": False},
-    }
+    weights = timm.create_model("test_vit", img_size=16).state_dict()
+    save_file(weights, tmp_path / "vit.safetensors")
+    words = f"--data {shared_data('cifar10')} --work-dir {tmp_path} --device cpu --no-compile"
+    words += f" --weights {tmp_path}/vit.safetensors --image 16 --limit 96 --epochs 1"
+    words += " --batch-size 32 --vit test_vit --methods refit_equal usage --tuned usage"
+    words += " --targets 0.8 0.7 --seeds"
+    with pytest.raises(
+        any_size.InputError, match="no rate of fine-tuned by seed 0: give --seeds 0"
+    ):
+        any_size.main(f"{words} 1".split())
+    any_size.main(f"{words} 0".split())
+    first = results.read(path := tmp_path / "results.csv")
+    counts = first.groupby(["variant", "examples"]).size().to_dict()
+    assert counts == {("fine-tuned_1", 72): 3, ("usage_0.7", 72): 3}  # at the last target alone
+    first.loc[first["lr"] == 1e-4, "top1"] = 101.0  # the best
+    first.to_csv(path, index=False)
+    any_size.main(f"{words} 0 1".split())
+    any_size.main(f"{words} 0 1".split())
+    rows = results.read(path).iloc[len(first) :].set_index(["lr", "variant"])
+    assert [*rows.loc[1e-4].index] == ["fine-tuned_1", "usage_0.8", "usage_0.7"]
+    assert {"whole_1", "refit_equal_0.8", "usage_0.7"} < {*rows.loc[0.0].index}
+    assert rows.index.is_unique
 
 
-@pytest.mark.parametrize(
-    ("gap", "verb"), [(5, "leads"), (0, "was not found to"), (-5, "is behind")]
-)
-def test_the_table_says_who_leads(gap, verb, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "FOLDER", tmp_path)
-    rows = [
-        {"seed": seed, "method": method, "target": target, "top1": top1, "tuned": 90.0}
-        for seed in (1, 2, 3)
-        for method, target, top1 in (
-            ("whole", 1.0, 90.0),
-            ("refit", 0.5, 80.0 + seed / 9),
-            ("usage", 0.5, 80.0 - gap + seed / 7),
-        )
-    ]
-    pd.DataFrame(rows).assign(parameters=1e6).to_csv(tmp_path / "any_size.csv")
-    text = report.fill("<!-- smaller 0.5 refit usage -->\n<!-- end -->", {})
-    assert f"Without training, *refit* {verb}" in text
-    assert "usage (0.5)." in text
-    assert f"| 0.5 | usage | 1.0 M | 3 | {80.29 - gap:.2f} | " in text
-    assert ("**" in text) == bool(gap)
+@pytest.mark.parametrize("method", any_size.METHODS)
+def test_a_method_keeps_its_share_of_the_flops(method):
+    if method.startswith("torch-pruning"):
+        pytest.importorskip("torch_pruning")
+    vit: Any = timm.create_model("test_vit", img_size=16, depth=2)
+    share = 1.0 if method == "whole" else 0.7
+    small = any_size.METHODS[method](vit, torch.randn(8, 3, 16, 16), share)
+    assert share - 0.05 < any_size.flops_of(small) / any_size.flops_of(vit) <= share
+
+
+def test_a_training_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+    how = {"image": 16, "epochs": 3, "batch_size": 4, "compile": False}
+    args = Namespace(**how, device=torch.device("cpu"))
+    data = torch.randn(10, 3, 16, 16), torch.arange(10)
+    whole = timm.create_model("test_vit", img_size=16, num_classes=10, depth=1)
+    resumed = copy.deepcopy(whole)
+    vits.train(whole, args, data, 1e-3, 0)
+    with monkeypatch.context() as stopped:
+        stopped.setattr(vits, "trange", lambda start, stop, **how: range(2))
+        vits.train(resumed, args, data, 1e-3, 0, tmp_path / "last.pt")
+    vits.train(resumed, args, data, 1e-3, 0, tmp_path / "last.pt")
+    torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
