@@ -233,6 +233,14 @@ def config(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def scope() -> Iterator[None]:
+    """Let mmengine's registries look in mmpretrain first, as in a run."""
+    registry = import_module("mmengine.registry")
+    with registry.DefaultScope.overwrite_default_scope("mmpretrain"):
+        yield
+
+
+@pytest.fixture
 def generator(seed) -> np.random.Generator:
     """NumPy's random numbers, from the printed seed."""
     return np.random.default_rng(seed)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from mmengine.dataset import Compose
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import HOOKS, PARAM_SCHEDULERS, DefaultScope
+from mmengine.registry import HOOKS, PARAM_SCHEDULERS
 from mmpretrain.registry import DATASETS, METRICS, MODELS, TRANSFORMS
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN as IMAGENET_MEAN
@@ -19,6 +19,7 @@ from timm.data import IMAGENET_DEFAULT_STD as IMAGENET_STD
 
 from tokenformer_vit.training.config import load_config
 
+pytestmark = pytest.mark.usefixtures("scope")
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 ALL_NAMES = sorted(path.stem for path in CONFIGS.glob("*.py"))
 LANGUAGE = [name for name in ALL_NAMES if name.startswith("lm_")]
@@ -42,12 +43,6 @@ DEIT3 = {
     "vit5_base": ("tokenformer_base_rope_reg4", 192, 0.2, 3e-3, 114_739_432),
     "vit5_base_224": ("tokenformer_base_rope_reg4", 224, 0.25, 1e-5, 114_779_368),
 }
-
-
-@pytest.fixture(autouse=True)
-def scope():
-    with DefaultScope.overwrite_default_scope("mmpretrain"):
-        yield
 
 
 read = functools.cache(load_config)

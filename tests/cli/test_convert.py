@@ -124,20 +124,10 @@ def test_a_name_of_timm_brings_weights_that_have_a_counterpart(vit, tmp_path, mo
         monkeypatch.setattr(timm, "create_model", offline)
         run(NAME, *words)
 
-    broken = copy.deepcopy(vit)
-    torch.nn.init.constant_(broken.head.weight, torch.nan)
-    hooked, scaled = copy.deepcopy(vit), copy.deepcopy(vit)
+    hooked = copy.deepcopy(vit)
     hooked.blocks[1].mlp.register_forward_hook(lambda _, __, output: 2 * output)
-    scaled.blocks[0].attn.fused_attn, scaled.blocks[0].attn.scale = False, 0.5
-    other = create(NAME, **SHAPE, act_layer="quick_gelu")
-    for model, said in (
-        (broken, "outputs are not finite"),
-        (hooked, r"blocks\.1\.mlp has a forward hook; give"),
-        (scaled, "outputs on noise differ .* set by hand"),
-        (other, "QuickGELU.* is not GELU"),
-    ):
-        with pytest.raises(InputError, match=rf"^[^\n]*{said}[^\n]*$"):
-            convert_named(model, tmp_path / "new" / "out")
+    with pytest.raises(InputError, match=r"^blocks\.1\.mlp has a forward hook; give[^\n]*$"):
+        convert_named(hooked, tmp_path / "new" / "out")
     assert not [*tmp_path.iterdir()]
     convert_named(vit, tmp_path / "out")
     same(tmp_path / "out", vit)
