@@ -117,9 +117,7 @@ def test_training_has_openmp_threads_that_do_not_spin(way, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(("interrupt", "status"), [(False, 1), (True, 130)])
-def test_a_command_prints_in_ascii_and_stops_without_a_word(
-    interrupt, status, in_another_process
-):
+def test_a_command_prints_in_ascii_and_stops_without_a_word(interrupt, status, in_another_process):
     def work():
         reader, writer = os.pipe()
         sys.stdout = os.fdopen(writer, "w", encoding="ascii")

@@ -1,11 +1,9 @@
 import copy
 import io
-from functools import partial
 
 import pytest
 import timm.optim
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tokenformer_vit.errors import InputError
@@ -198,24 +196,7 @@ def test_outputs_start_at_init_gain(theta, gain):
     layer = Pattention(256, 128, 576, theta=theta, init_gain=gain)
     with torch.no_grad():
         out = layer(torch.randn(512, 256))
-    assert out.std() == pytest.approx(gain, rel=0.1)
-
-
-@pytest.mark.parametrize("theta", THETAS)
-def test_second_moment_is_that_of_normal_scores(theta):
-    scores = torch.linspace(-12, 12, 240_001, dtype=torch.float64)
-    density = (-scores.square() / 2).exp()
-
-    def mean(values):
-        return (density * values).sum() / density.sum()
-
-    tanh = partial(F.gelu, approximate="tanh")
-    activation = {"softmax": torch.exp, "gelu_tanh": tanh, "linear": torch.clone}.get(theta, F.gelu)
-    weights, size, facts = activation(scores), 1.0, THETAS[theta]
-    if facts.norm_order and not facts.normalizes_scores:
-        size = mean(weights.abs() ** facts.norm_order) ** (1 / facts.norm_order)
-    expected = mean((weights / size).square()).item()
-    assert facts.second_moment == pytest.approx(expected, rel=2e-5)
+    assert out.std() == pytest.approx(gain, rel=0.06)
 
 
 @torch.no_grad()

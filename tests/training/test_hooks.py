@@ -21,6 +21,7 @@ from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.data.mixing import LabelHead
 from tokenformer_vit.training.runner import run_training
 
+from ..samples import Trap
 from .conftest import scalars
 
 AVERAGE = {"type": "EMAHook", "momentum": 4e-5}
@@ -90,8 +91,10 @@ def test_what_is_not_finite_is_named_and_neither_validated_nor_saved(
     assert list(scalars(tmp_path)[1]) == [1]
 
 
-def test_the_terminal_begins_with_what_matters(trained):
+def test_the_terminal_begins_with_what_matters_and_ends_with_the_files(trained):
     lines = trained.output.splitlines()
+    files = "model.safetensors, config.json, curves.png, record.json, checkpoints"
+    assert f"Done. In {trained.work_dir}: {files}" in trained.output
     (start,) = [index for index, line in enumerate(lines) if line.endswith("Training:")]
     assert any("takes 16 images, but the learning rate is for 64" in line for line in lines)
     facts = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in lines[start + 1 :][:17])
@@ -108,16 +111,6 @@ def test_the_terminal_begins_with_what_matters(trained):
         for record in scalars(trained.work_dir)[0].values()
     )
     assert len(lines) < 60  # not hundreds, with the config, the environment and the hooks
-
-
-class Trap:
-    """Leaves a mark if it is unpickled by a loader that runs code."""
-
-    def __init__(self, mark):
-        self.mark = mark
-
-    def __reduce__(self):
-        return (self.mark.touch, ())
 
 
 def test_a_checkpoint_runs_no_code(config, data_root, tmp_path):

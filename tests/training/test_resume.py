@@ -317,7 +317,7 @@ def test_two_processes_follow_the_curve_of_one(train, own, tmp_path, more, how, 
     assert two == pytest.approx(one, rel=close)
 
 
-def test_other_data_other_weights_and_no_state_are_refused(train, run, data_root, tmp_path):
+def test_other_data_and_no_state_are_refused(train, run, data_root, tmp_path):
     root = shutil.copytree(data_root, tmp_path / "images")
     train(run, "--resume", "--data-root", str(root))  # moved
     written = (run / "small.py").read_bytes()
@@ -329,8 +329,6 @@ def test_other_data_other_weights_and_no_state_are_refused(train, run, data_root
     (root / "val" / "dark").rename(root / "val" / "dusky")
     line = train.fails(run, "--resume", "--data-root", str(root))
     assert "label 1 is 'dark' there and 'dusky' here" in line
-    line = train.fails(run, "--resume", "--cfg-options", "model.backbone.theta=gelu_l1")
-    assert "theta is 'gelu_l1', but" in line
     (best,) = run.glob("best_*.pth")
     line = train.fails(run, "--resume", str(best))
     assert "has only weights, not the state of a run" in line
@@ -383,8 +381,9 @@ train_dataloader = dict(dataset=dict(pipeline=pipeline))
 
 def test_a_model_that_renames_its_tensors_is_averaged_saved_and_resumed(train, own, tmp_path):
     train = train.of(own(TIMM))
-    train(tmp_path / "whole", *OPTIONS[:1], "default_hooks.checkpoint.max_keep_ckpts=9")
-    train(tmp_path / "rest", "--resume", str(tmp_path / "whole" / "epoch_2.pth"))
+    options = (*OPTIONS[:1], "default_hooks.checkpoint.max_keep_ckpts=9", "train_cfg.max_epochs=2")
+    train(tmp_path / "whole", *options)
+    train(tmp_path / "rest", "--resume", str(tmp_path / "whole" / "epoch_1.pth"), *options)
     assert losses(tmp_path / "rest").items() <= losses(tmp_path / "whole").items()
     same_weights(*(last_checkpoint(tmp_path / name) for name in ("whole", "rest")))
 
