@@ -17,6 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore, destroy_process_group, init_process_group
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .samples import CONFIG
@@ -238,6 +239,14 @@ def scope() -> Iterator[None]:
     registry = import_module("mmengine.registry")
     with registry.DefaultScope.overwrite_default_scope("mmpretrain"):
         yield
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Let this process be the only one of a distributed training."""
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    destroy_process_group()
 
 
 @pytest.fixture

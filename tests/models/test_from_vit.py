@@ -274,16 +274,3 @@ def test_first_pairs_are_the_best_map_of_their_rank():
         found = z.double() @ keys[:rank].t() @ values[:rank]
         assert (wanted - found).norm() <= (wanted - best).norm() + 1e-5 * wanted.norm()
     assert torch.allclose(keys.norm(dim=1), torch.ones(24).double())
-
-
-@torch.no_grad()
-def test_preprocessing_and_class_names_come_along():
-    names = tuple("abcdefghij")
-    vit: Any = timm.create_model(
-        "vit_tiny_patch16_224",
-        **SHAPE | {"num_classes": 10},
-        pretrained_cfg_overlay={"mean": (0.1, 0.2, 0.3), "label_names": names, "num_classes": 10},
-    ).eval()
-    for model in (from_vit(vit), to_vit(from_vit(vit))):
-        assert tuple(model.pretrained_cfg["mean"]) == (0.1, 0.2, 0.3)
-        assert tuple(model.pretrained_cfg["label_names"]) == names
