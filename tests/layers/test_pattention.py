@@ -184,8 +184,8 @@ def test_outputs_start_at_init_gain(theta, gain):
         out = layer(torch.randn(512, 256))
     assert out.std() == pytest.approx(gain, rel=0.1)
     tau = torch.tensor(default_tau(theta, 4096))
-    weights = THETAS[theta].weights(torch.randn(500, 4096), tau, 0.0)
-    moment = weights.square().mean().item()  # to half a percent, for softmax
+    weights = THETAS[theta].weights(torch.randn(200, 4096), tau, 0.0)
+    moment = weights.square().mean().item()  # to a percent, for softmax
     assert THETAS[theta].second_moment == pytest.approx(moment, rel=0.04)
 
 
