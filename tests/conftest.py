@@ -17,6 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore, destroy_process_group, init_process_group
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .samples import CONFIG
@@ -230,6 +231,22 @@ def config(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("configs") / "small.py"
     path.write_text(CONFIG)
     return path
+
+
+@pytest.fixture
+def scope() -> Iterator[None]:
+    """Let mmengine's registries look in mmpretrain first, as in a run."""
+    registry = import_module("mmengine.registry")
+    with registry.DefaultScope.overwrite_default_scope("mmpretrain"):
+        yield
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Let this process be the only one of a distributed training."""
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    destroy_process_group()
 
 
 @pytest.fixture

@@ -2,16 +2,14 @@
 
 import copy
 import functools
-import math
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from mmengine.dataset import Compose
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import HOOKS, PARAM_SCHEDULERS, DefaultScope
+from mmengine.registry import HOOKS
 from mmpretrain.registry import DATASETS, METRICS, MODELS, TRANSFORMS
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN as IMAGENET_MEAN
@@ -19,6 +17,7 @@ from timm.data import IMAGENET_DEFAULT_STD as IMAGENET_STD
 
 from tokenformer_vit.training.config import load_config
 
+pytestmark = pytest.mark.usefixtures("scope")
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 ALL_NAMES = sorted(path.stem for path in CONFIGS.glob("*.py"))
 LANGUAGE = [name for name in ALL_NAMES if name.startswith("lm_")]
@@ -42,12 +41,6 @@ DEIT3 = {
     "vit5_base": ("tokenformer_base_rope_reg4", 192, 0.2, 3e-3, 114_739_432),
     "vit5_base_224": ("tokenformer_base_rope_reg4", 224, 0.25, 1e-5, 114_779_368),
 }
-
-
-@pytest.fixture(autouse=True)
-def scope():
-    with DefaultScope.overwrite_default_scope("mmpretrain"):
-        yield
 
 
 read = functools.cache(load_config)
@@ -340,28 +333,3 @@ def test_a_learned_tau_does_not_decay():
     assert len(taus) == 5 * 12
     groups = [group for group in optimizer.param_groups if taus & {*map(id, group["params"])}]
     assert {group["weight_decay"] for group in groups} == {0}
-
-
-def test_learning_rate_that_is_reached():
-    cfg, length = load("imagenet_base"), 3  # iterations of an epoch
-    epochs, warmup = cfg.train_cfg.max_epochs, 20 * length
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=cfg.optim_wrapper.optimizer.lr)
-    how = {"optimizer": optimizer, "epoch_length": length}
-    parts = [{"end": epochs, **part} for part in cfg.param_scheduler]  # as the runner completes it
-    schedulers = [PARAM_SCHEDULERS.build(part, default_args=how) for part in parts]
-    seen = []
-    for iteration in range(1, epochs * length + 1):
-        seen.append(optimizer.param_groups[0]["lr"])
-        for scheduler in schedulers:
-            if not scheduler.by_epoch or iteration % length == 0:
-                scheduler.step()
-    assert seen[0] == pytest.approx(1e-3 * PEAK)
-    assert seen[warmup // 2] == pytest.approx(PEAK / 2, rel=0.02)
-    assert np.diff(seen[:warmup], n=2) == pytest.approx(0, abs=1e-12)  # a straight line
-    assert max(seen) == seen[warmup - 1] == pytest.approx(PEAK)
-    for epoch in range(20, epochs):
-        along = (epoch - 20) / (epochs - 20)
-        rate = FLOOR + (PEAK - FLOOR) * (1 + math.cos(math.pi * along)) / 2
-        assert seen[epoch * length : (epoch + 1) * length] == pytest.approx([rate] * length, 1e-6)
-    # Stepped by epoch, the cosine would reach its floor with the epoch after the last.
-    assert FLOOR < seen[-1] == pytest.approx(FLOOR, rel=0.02)

@@ -1,6 +1,7 @@
 """Files and folders are complete or absent; a folder belongs to one process at a time."""
 
-import subprocess
+import multiprocessing
+import os
 import sys
 from contextlib import nullcontext
 
@@ -10,15 +11,12 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import locked_folder, make_folder, new_folder, whole_file, write_whole
 from tokenformer_vit.records import environment, read_json, write_record
 
-LOCKING = """
-import sys, os, time
-from pathlib import Path
-from tokenformer_vit.files import locked_folder
-with locked_folder(Path(sys.argv[1])):
-    if os.fork():  # the child is a data loading worker, which lives on for a while
-        print(flush=True)
-    time.sleep(30)
-"""
+
+def hold_lock(folder, pipe):
+    with locked_folder(folder):
+        if os.fork():  # the child is a data loading worker, which lives on for a while
+            pipe.send("ready")
+        pipe.poll(30)
 
 
 def test_an_error_while_writing_leaves_what_was_there(tmp_path):
@@ -67,22 +65,6 @@ def test_of_two_writers_each_writes_a_whole(there, tmp_path):
     assert {each.name for each in tmp_path.iterdir()} == {"file", "folder"}
 
 
-def test_names_of_partial_files_are_no_trap(tmp_path, monkeypatch):
-    """A link or a folder that waits there is neither followed nor deleted."""
-    monkeypatch.setattr("secrets.token_hex", lambda _: "00000000")
-    (tmp_path / ".a.00000000.partial").symlink_to(tmp_path / "mine")
-    (tmp_path / ".b.00000000.partial").mkdir()
-    with pytest.raises(FileExistsError):
-        write_whole(tmp_path / "a", b"data")
-    with pytest.raises(FileExistsError), new_folder(tmp_path / "b"):
-        pass
-    with locked_folder(tmp_path):
-        pass
-    assert not (tmp_path / "mine").exists()
-    assert (tmp_path / ".a.00000000.partial").is_symlink()
-    assert (tmp_path / ".b.00000000.partial").is_dir()
-
-
 def test_a_folder_that_cannot_be_made_names_the_option(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"cannot make .*file.*: choose another --out"):
@@ -91,16 +73,19 @@ def test_a_folder_that_cannot_be_made_names_the_option(tmp_path):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
 def test_a_lock_excludes_others_and_ends_with_a_kill(tmp_path):
-    words = [sys.executable, "-c", LOCKING, str(tmp_path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        with pytest.raises(InputError, match="in use: wait, or"), locked_folder(tmp_path):
-            pass
-        (tmp_path / ".a.0123abcd.partial").touch()  # what it was writing
-        process.kill()
-        process.wait()
-        with locked_folder(tmp_path):
-            assert not list(tmp_path.glob("*.partial"))
+    fork = multiprocessing.get_context("fork")
+    ours, its = fork.Pipe()
+    process = fork.Process(target=hold_lock, args=(tmp_path, its))
+    process.start()
+    assert ours.recv() == "ready"
+    with pytest.raises(InputError, match="in use: wait, or"), locked_folder(tmp_path):
+        pass
+    (tmp_path / ".a.0123abcd.partial").touch()  # what it was writing
+    process.kill()
+    process.join()
+    with locked_folder(tmp_path):
+        assert not list(tmp_path.glob("*.partial"))
+    ours.send("end")
 
 
 def test_records(tmp_path, monkeypatch):

@@ -10,21 +10,16 @@ pytest.importorskip("transformers", reason="language models need the extra [lang
 pytest.importorskip("datasets", reason="language models need the extra [language]")
 
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import HOOKS, LOOPS, DefaultScope
+from mmengine.registry import HOOKS, LOOPS
 from mmpretrain.registry import DATA_SAMPLERS, DATASETS, METRICS, MODELS
 
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import lm_config
 from tokenformer_vit.training.config import check_config, load_config
 
+pytestmark = pytest.mark.usefixtures("scope")
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("lm_*.py"))
-
-
-@pytest.fixture(autouse=True)
-def scope():
-    with DefaultScope.overwrite_default_scope("mmpretrain"):
-        yield
 
 
 def build(name):

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # What Windows or macOS does not have.
 NOT_EVERYWHERE = {"curses", "fcntl", "grp", "pty", "pwd", "resource", "termios", "triton", "tty"}
 FACTS = """
-import json, os, signal, sys
+import contextlib, io, json, os, signal, sys
 import timm, torch._dynamo
 def state():
     return (
@@ -35,7 +35,14 @@ def state():
     )
 before = state()
 import tokenformer_vit
-modules, same = sorted(sys.modules), state() == before
+same = state() == before
+from tokenformer_vit import cli
+told = io.StringIO()
+for name in ("train", "test"):
+    with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
+        cli.main([name, "--help"])
+assert told.getvalue().count("usage: ") == 2
+modules = sorted(sys.modules)
 count = sum(p.numel() for p in timm.create_model("tokenformer_base").parameters())
 print(json.dumps([modules, same, count]))
 """

@@ -106,9 +106,6 @@ def test_a_cut_model_becomes_a_plain_vit(eps, vit, tmp_path, capsys):
 def test_what_is_no_plain_vit_leaves_nothing(vit, folder, tmp_path):
     with pytest.raises(InputError, match="is a VisionTransformer: leave out --to-vit"):
         run(folder, tmp_path / "out", "--to-vit")
-    save_model(timm.create_model("tokenformer_tiny", **SHAPE), tmp_path / "other")
-    with pytest.raises(InputError, match="theta is 'gelu_l2'"):
-        run(tmp_path / "other", tmp_path / "out", "--to-vit")
     save_model(from_vit(VisionTransformer(**SHAPE, embed_layer=ConvStem)), tmp_path / "stem")
     with pytest.raises(InputError, match=r"because its stem .* use models\.to_vit"):
         run(tmp_path / "stem", tmp_path / "out", "--to-vit")
@@ -124,20 +121,10 @@ def test_a_name_of_timm_brings_weights_that_have_a_counterpart(vit, tmp_path, mo
         monkeypatch.setattr(timm, "create_model", offline)
         run(NAME, *words)
 
-    broken = copy.deepcopy(vit)
-    torch.nn.init.constant_(broken.head.weight, torch.nan)
-    hooked, scaled = copy.deepcopy(vit), copy.deepcopy(vit)
+    hooked = copy.deepcopy(vit)
     hooked.blocks[1].mlp.register_forward_hook(lambda _, __, output: 2 * output)
-    scaled.blocks[0].attn.fused_attn, scaled.blocks[0].attn.scale = False, 0.5
-    other = create(NAME, **SHAPE, act_layer="quick_gelu")
-    for model, said in (
-        (broken, "outputs are not finite"),
-        (hooked, r"blocks\.1\.mlp has a forward hook; give"),
-        (scaled, "outputs on noise differ .* set by hand"),
-        (other, "QuickGELU.* is not GELU"),
-    ):
-        with pytest.raises(InputError, match=rf"^[^\n]*{said}[^\n]*$"):
-            convert_named(model, tmp_path / "new" / "out")
+    with pytest.raises(InputError, match=r"^[^\n]*blocks\.1\.mlp has a forward hook; give[^\n]*$"):
+        convert_named(hooked, tmp_path / "new" / "out")
     assert not [*tmp_path.iterdir()]
     convert_named(vit, tmp_path / "out")
     same(tmp_path / "out", vit)

@@ -57,7 +57,6 @@ def test_language_models(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--against resnet18", "ResNet are unknown: give a"),
         ("--model tokenformer_tiny --tokens 1", "num_tokens is 1: no token is left"),
         ("--model vit_tiny_patch16_224", "give --against NAME"),
         ("--lm 15m", "no preset or folder 15m; choose of 150m"),

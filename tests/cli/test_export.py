@@ -57,16 +57,6 @@ def test_timm_to_mmpretrain_and_back(name, kwargs, given, tmp_path, capsys):
     assert class_names(before) == class_names(after) == ["ant", "bee", "cat"]
 
 
-def test_a_checkpoint_of_timm_that_does_not_describe_itself(tmp_path):
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=2)
-    torch.save(model.state_dict(), tmp_path / "vit.pth")
-    with pytest.raises(InputError, match="--model"):
-        run(tmp_path / "vit.pth", tmp_path / "start.pth")
-    run(tmp_path / "vit.pth", tmp_path / "start.pth", "--model", "vit_tiny_patch16_224")
-    again = load_model(None, tmp_path / "start.pth").state_dict()
-    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
-
-
 def test_the_folder_gets_the_name_that_is_given(tmp_path):
     shape = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 3}
     model = timm.create_model("tokenformer_tiny", **shape, num_classes=10)

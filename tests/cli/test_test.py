@@ -155,7 +155,7 @@ def test_an_export_is_tested_on_folders_which_may_lack_a_class(run, tmp_path, co
     for path in (few / "dark").glob("*"):
         path.unlink()
     for source, root in (
-        *(([folder], root) for root in (run.data, run.data / "val", few)),
+        *(([folder], root) for root in (run.data, run.data / "val")),
         *(([run.config, folder], run.data), ([run.work_dir], few)),
         ([run.work_dir / "epoch_2.pth"], run.data / "val"),
     ):

@@ -1,9 +1,7 @@
 from typing import Any
 
-import pytest
 import timm
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from tokenformer_vit.growth import pattention_layers
@@ -73,11 +71,3 @@ def assert_equal(actual, expected):
 
 def copied(state_dict):
     return {name: tensor.clone() for name, tensor in state_dict.items()}
-
-
-@pytest.fixture
-def process_group(tmp_path):
-    """Let this process be the only one of a distributed training."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()

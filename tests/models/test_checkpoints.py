@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import pickle
 import random
 import re
@@ -28,6 +27,7 @@ from tokenformer_vit.models.checkpoints import (
 )
 from tokenformer_vit.vision.prediction import class_names, load_for_images
 
+from ..samples import Trap
 from .conftest import SHAPE
 
 OWN = {"theta": "gelu_l1", "norm": "bias", "pattention_args": {"learn_tau": True}}
@@ -229,17 +229,9 @@ def test_whatever_a_file_holds_is_read_or_refused_in_one_line(zipped, tmp_path, 
             read_checkpoint(path)
 
 
-class Evil:
-    def __init__(self, target):
-        self.target = target
-
-    def __reduce__(self):
-        return (os.system, (f"touch {self.target}",))
-
-
 @pytest.mark.parametrize("name", ["x.pth", "x.bin", "x.safetensors"])
 def test_no_code_runs_and_foreign_bytes_are_refused(tmp_path, name):
-    content = {"state_dict": {"w": torch.zeros(1)}, "evil": Evil(tmp_path / "ran")}
+    content = {"state_dict": {"w": torch.zeros(1)}, "evil": Trap(tmp_path / "ran")}
     torch.save(content, tmp_path / name)
     for data in (None, pickle.dumps(content), b"PK\x03\x04"):
         if data is not None:

@@ -32,11 +32,20 @@ def test_evaluation_and_a_last_batch_are_compiled_too(small, images):
     assert counter.frame_count <= 9
 
 
-@pytest.mark.parametrize("with_parts", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_trains_as_the_uncompiled_model_does_and_keeps_its_names(small, images, parts, with_parts):
+@pytest.mark.parametrize(
+    ("backend", "with_parts"),
+    [
+        ("aot_eager", False),
+        pytest.param("inductor", False, marks=pytest.mark.slow),
+        pytest.param("inductor", True, marks=pytest.mark.slow),
+    ],
+)
+def test_trains_as_the_uncompiled_model_does_and_keeps_its_names(
+    small, images, parts, backend, with_parts
+):
     model = small(img_size=32, **(parts if with_parts else {})).train()
     compiled = copy.deepcopy(model)
-    compile_blocks(compiled, fullgraph=True)
+    compile_blocks(compiled, backend=backend, fullgraph=True)
     assert compiled.state_dict().keys() == model.state_dict().keys()
     assert copy.deepcopy(compiled).blocks[0]._compiled_call_impl is None
     x = images(32)

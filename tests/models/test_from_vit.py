@@ -13,7 +13,7 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 from timm.utils import reparameterize_model
 from torch import nn
-from torch.nn.utils import parametrizations, prune, weight_norm
+from torch.nn.utils import parametrizations, weight_norm
 
 from tokenformer_vit import growth
 from tokenformer_vit.errors import InputError
@@ -73,8 +73,10 @@ def shapes(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("by_images", [False, True])
+@pytest.mark.parametrize(
+    ("name", "by_images"),
+    [*((name, False) for name in VARIANTS), ("plain", True), ("no qkv bias, no class token", True)],
+)
 def test_outputs_are_those_of_the_vit_there_and_back(name, by_images):
     vit = build(**VARIANTS[name])
     x = images(size=40 if name == "any image size" else 32)
@@ -93,7 +95,9 @@ def test_outputs_are_those_of_the_vit_there_and_back(name, by_images):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["plain", "tanh", "RMSNorm"])
+@pytest.mark.parametrize(
+    "name", ["plain", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tanh", "RMSNorm"))]
+)
 def test_errors_in_bfloat16_are_those_of_the_vit(name):
     ratios = []
     for _ in range(5):  # errors of few numbers: the median counts
@@ -142,14 +146,11 @@ def _set(path, value):
     ("change", "said"),
     [
         (lambda v: v.blocks[1].attn.register_forward_hook(lambda *a: a[2] * 2), "forward hook"),
-        (lambda v: v.norm.register_forward_pre_hook(lambda _, x: x), "norm has a forward hook"),
-        (lambda v: prune.l1_unstructured(v.blocks[1].mlp.fc1, "weight", 0.5), "forward hook"),
         (lambda v: weight_norm(v.blocks[1].attn.proj), "forward hook"),
         (lambda v: parametrizations.spectral_norm(v.blocks[0].attn.qkv), "ParametrizedLinear"),
         (_set("blocks.2.mlp.forward", lambda x: 2 * x), "forward of its own"),
         (_set("blocks.1.mlp.act", nn.GELU("tanh")), "differ in GELU"),
         (_set("blocks.1.attn.num_heads", 4), "differ in GELU, heads"),
-        (_set("blocks.1.norm1.eps", 1e-2), "differ"),
         (_set("blocks.1.attn.scale", 1.0), "differ by"),
         (lambda v: nn.init.constant_(v.blocks[1].norm1.weight, float("nan")), "differ by nan"),
     ],
@@ -273,16 +274,3 @@ def test_first_pairs_are_the_best_map_of_their_rank():
         found = z.double() @ keys[:rank].t() @ values[:rank]
         assert (wanted - found).norm() <= (wanted - best).norm() + 1e-5 * wanted.norm()
     assert torch.allclose(keys.norm(dim=1), torch.ones(24).double())
-
-
-@torch.no_grad()
-def test_preprocessing_and_class_names_come_along():
-    names = tuple("abcdefghij")
-    vit: Any = timm.create_model(
-        "vit_tiny_patch16_224",
-        **SHAPE | {"num_classes": 10},
-        pretrained_cfg_overlay={"mean": (0.1, 0.2, 0.3), "label_names": names, "num_classes": 10},
-    ).eval()
-    for model in (from_vit(vit), to_vit(from_vit(vit))):
-        assert tuple(model.pretrained_cfg["mean"]) == (0.1, 0.2, 0.3)
-        assert tuple(model.pretrained_cfg["label_names"]) == names

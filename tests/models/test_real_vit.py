@@ -72,11 +72,8 @@ def test_outputs_there_and_back(vit, model, images, exact, tmp_path):
         low, least, limit = (error(each, images, exact) for each in (model, fused, vit))
     assert low <= 1.5 * limit
     assert least <= 1.05 * limit
-    save_model(model, tmp_path / "out")
-    again: Any = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
-    assert torch.equal(again(images), model(images))
     save_model(back, tmp_path / "back")
-    again = timm.create_model(f"local-dir:{tmp_path / 'back'}", pretrained=True).eval()
+    again: Any = timm.create_model(f"local-dir:{tmp_path / 'back'}", pretrained=True).eval()
     assert torch.equal(again(images), back(images))
 
 

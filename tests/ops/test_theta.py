@@ -3,7 +3,6 @@ import torch
 import torch.nn.functional as F
 
 from tokenformer_vit.ops import THETAS, default_tau
-from tokenformer_vit.ops.theta import norm_shares
 
 
 def released(scores, theta, tau):
@@ -62,20 +61,6 @@ def test_sums_in_float32_and_rounds_once_to_the_dtype(theta, dtype):
     exact = released(scores.double(), theta, tau)
     assert weights.dtype == dtype
     torch.testing.assert_close(weights.double(), exact, rtol=1.02 * one_rounding, atol=1e-5)
-
-
-@pytest.mark.parametrize("theta", THETAS)
-def test_what_is_normed_is_what_the_weights_depend_on(theta):
-    scores = torch.randn(5, 60, dtype=torch.float64)
-    tau = torch.tensor(default_tau(theta, 60)).double()
-    weights = THETAS[theta].weights(scores, tau, 0.0)
-    shares, order = norm_shares(scores, weights, theta), THETAS[theta].norm_order
-    torch.testing.assert_close(shares.sum(-1), torch.full((5,), float(order > 0)).double())
-    # Without half the pairs, a τ that follows their shares leaves the weights of the others.
-    left = shares[:, 30:].sum(-1, keepdim=True) ** (1 / order) if order else 1 + shares
-    for row in range(5):
-        alone = THETAS[theta].weights(scores[row, 30:], tau * left[row, 0], 0.0)
-        torch.testing.assert_close(alone, weights[row, 30:])
 
 
 @pytest.mark.parametrize("theta", [theta for theta in THETAS if THETAS[theta].norm_order == 2])

@@ -4,6 +4,7 @@ Triton decides at its import whether it interprets. Therefore the tests on the C
 TRITON_INTERPRET=1 was set at the start; test_in_the_interpreter starts such a process.
 """
 
+import importlib
 import itertools
 import math
 import os
@@ -161,17 +162,16 @@ def test_more_than_two_to_the_31_elements():
     assert torch.equal(weights[-197:], gelu_l2(last, tau, EPS)[0])
 
 
-def test_what_kernels_do_not_serve():
+def test_what_kernels_do_not_serve(in_another_process, monkeypatch):
     if triton_theta._ENABLED:
         assert triton_theta.serves(torch.empty(5, 8))
     assert not triton_theta.serves(torch.empty(5, 8).double())
     assert not triton_theta.serves(torch.empty(1, triton_theta.MAX_PARAM_TOKENS + 1))
     with FakeTensorMode():  # has no memory of its own
         assert not triton_theta.serves(torch.empty(5, 8))
-    code = "from tokenformer_vit.ops.triton_theta import *; print(serves(torch.empty(5, 8)))"
-    environment = {**os.environ, "TOKENFORMER_TRITON": "0"}
-    command = [sys.executable, "-c", code]
-    assert subprocess.check_output(command, env=environment, text=True).strip() == "False"
+    monkeypatch.setenv("TOKENFORMER_TRITON", "0")
+    done = in_another_process(lambda: print(importlib.reload(triton_theta)._ENABLED))
+    assert (done.status, done.out) == (0, "False\n"), done.err
 
 
 @pytest.mark.slow

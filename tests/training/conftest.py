@@ -3,7 +3,7 @@
 import copy
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mmengine.registry import DefaultScope
 from torch.distributed import destroy_process_group, init_process_group
 from torch.multiprocessing import start_processes
 
@@ -38,12 +37,6 @@ def own(config, tmp_path) -> Callable[[str], Path]:
         return path
 
     return write
-
-
-@pytest.fixture
-def scope() -> Iterator[None]:
-    with DefaultScope.overwrite_default_scope("mmpretrain"):
-        yield
 
 
 BACKBONE = {

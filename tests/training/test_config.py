@@ -171,14 +171,14 @@ def test_autocast_is_that_of_training_validation_and_test(train, tmp_path, monke
         return output
 
     monkeypatch.setattr(torch.nn.Conv2d, "forward", observed)
-    options = ("--cfg-options", "train_cfg.max_epochs=2")
+    options = ("--cfg-options", "train_cfg.max_epochs=1")
     train(tmp_path, "--amp", *options)
     assert seen == {(True, torch.bfloat16), (False, torch.bfloat16)}
     # Its start is not looked for again.
     train(tmp_path, "--amp", "--resume", *options, f"model.backbone.checkpoint_path={tmp_path}/x")
     record = json.loads((tmp_path / "record.json").read_text())
     seen.clear()
-    for source in ([tmp_path], [train.arguments[0], tmp_path / "epoch_2.pth"]):
+    for source in ([tmp_path], [train.arguments[0], tmp_path / "epoch_1.pth"]):
         done = command("test", *source, "--data-root", train.arguments[2])
         assert done.status == 0, done.output
         measured = json.loads((tmp_path / "test" / "metrics.json").read_text())

@@ -9,7 +9,6 @@ import pytest
 import torch
 from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
-from torch.distributed import HashStore, destroy_process_group, init_process_group
 
 from tokenformer_vit.training import distributed
 from tokenformer_vit.training.distributed import start_processes
@@ -67,18 +66,12 @@ def test_processes_meet_without_a_gpu(environment, in_two_processes, launcher):
     assert in_two_processes(work, meet) == [3, 3]
 
 
-@pytest.fixture
-def group():
-    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    destroy_process_group()
-
-
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(
     ("compression", "dtype"),
     [(None, torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
-def test_gradients_are_rounded_to_the_type_in_which_they_travel(group, compression, dtype):
+def test_gradients_are_rounded_to_the_type_in_which_they_travel(compression, dtype):
     model, images = nn.Linear(7, 3), torch.randn(5, 7)
     model(images).square().sum().backward()
     expected = [parameter.grad.to(dtype).float() for parameter in model.parameters()]

@@ -86,13 +86,7 @@ def test_weights_are_averaged_as_by_mmengine_after_growth(split):
 @pytest.mark.parametrize(
     ("schedule", "how", "message"),
     [
-        ([{"epoch": 1, "embed_dim": 120}], {}, "unexpected keyword argument 'embed_dim'"),
         ([{"epoch": 3, "num_ffn_param_tokens": 120}], {}, "of 18, which leaves 0"),
-        (
-            [*SCHEDULE, {"iteration": 15, "num_ffn_param_tokens": 110}],
-            {"init": "random"},
-            "has 120 pairs",
-        ),
         (SCHEDULE, {}, "softmax, which gives a zero key"),
     ],
 )
@@ -102,7 +96,7 @@ def test_growth_that_would_not_come_to_pass_is_said(schedule, how, message):
     length = {"train_dataloader": range(6), "train_loop": None, "max_iters": 18}
     runner = SimpleNamespace(model=model, **length)
     GrowthHook(SCHEDULE, init="random").before_train(runner)
-    with pytest.raises((InputError, TypeError), match=message):
+    with pytest.raises(InputError, match=message):
         GrowthHook(schedule, **how).before_train(runner)
 
 

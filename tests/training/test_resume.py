@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from tokenformer_vit.training.checkpoint import changed
 from tokenformer_vit.training.loop import ResumableEpochLoop
@@ -168,6 +169,10 @@ def test_a_run_goes_on_within_an_epoch_and_between_two(
 def test_a_run_that_was_killed_in_its_last_validation_is_finished(train, run):
     for name in ("model.safetensors", "config.json", "curves.png"):
         (run / name).unlink()
+    last = last_checkpoint(run)
+    last["message_hub"]["runtime_info"]["keep_ckpt_ids"] = [7, 1, 2, 3]
+    torch.save(last, run / "epoch_3.pth")
+    (run / "epoch_7.pth").touch()  # what it did not delete
     _, before = scalars(run)
     record = (run / "record.json").read_text()
     output = train(run, "--resume")
@@ -176,6 +181,7 @@ def test_a_run_that_was_killed_in_its_last_validation_is_finished(train, run):
     assert after == {**before, 3: after[3]}
     assert all((run / name).is_file() for name in ("model.safetensors", "curves.png"))
     assert (run / "record.json").read_text() == record  # nothing was trained
+    assert {path.name for path in run.glob("epoch_*.pth")} == {f"epoch_{n}.pth" for n in (1, 2, 3)}
 
 
 REST = [pytest.param(name, marks=pytest.mark.slow) for name in ("SIGUSR1", "SIGHUP")]
@@ -208,21 +214,6 @@ def test_a_run_that_is_told_to_stop_goes_on_exactly(
     train(tmp_path, "--resume", *OPTIONS, SAVE_BEST)
     same_results(finished, tmp_path)
     assert not (tmp_path / "stopped.pth").exists()  # the next regular checkpoint took its place
-
-
-@pytest.mark.slow
-def test_two_processes_that_are_told_to_stop_go_on_exactly(train, tmp_path):
-    options = (*TWO, *OPTIONS, "train_cfg.max_epochs=60")
-    train(tmp_path / "whole", *options, launcher=TORCHRUN)
-    stopped = tmp_path / "stopped"
-    process = train.start(stopped, *options, launcher=TORCHRUN, start_new_session=True)
-    wait_for(process, stopped, 8)
-    os.killpg(process.pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=100)
-    assert "Stopped by a signal after iteration" in output
-    assert (stopped / "last_checkpoint").read_text() == str(stopped / "stopped.pth")
-    train(stopped, "--resume", *options, launcher=TORCHRUN)
-    assert losses(stopped) == losses(tmp_path / "whole")
 
 
 def rates(work_dir):
@@ -270,10 +261,6 @@ def test_a_run_is_extended_at_another_rate_and_says_so(train, own, tmp_path):
         found = {n: rate for n, rate in rates(folder).items() if n > start}
         assert found == pytest.approx({n: expected[n] for n in range(start + 1, 16)}, rel=1e-6)
         assert decays(folder) == pytest.approx(decays(tmp_path / "whole"), rel=1e-6)
-    decay = (*options, "optim_wrapper.optimizer.weight_decay=0.1")
-    train(tmp_path / "decay", *decay)
-    train(tmp_path / "other", "--resume", str(run / "iter_4.pth"), *decay)
-    assert decays(tmp_path / "other") == pytest.approx(decays(tmp_path / "decay"), rel=1e-6)
     (change,) = json.loads((run / "record.json").read_text())["config_changes"]
     assert change["iteration"] == 9
     assert change["changes"]["train_cfg.max_epochs"] == [3, 5]
@@ -330,7 +317,7 @@ def test_two_processes_follow_the_curve_of_one(train, own, tmp_path, more, how, 
     assert two == pytest.approx(one, rel=close)
 
 
-def test_other_data_other_weights_and_no_state_are_refused(train, run, data_root, tmp_path):
+def test_other_data_and_no_state_are_refused(train, run, data_root, tmp_path):
     root = shutil.copytree(data_root, tmp_path / "images")
     train(run, "--resume", "--data-root", str(root))  # moved
     written = (run / "small.py").read_bytes()
@@ -342,8 +329,6 @@ def test_other_data_other_weights_and_no_state_are_refused(train, run, data_root
     (root / "val" / "dark").rename(root / "val" / "dusky")
     line = train.fails(run, "--resume", "--data-root", str(root))
     assert "label 1 is 'dark' there and 'dusky' here" in line
-    line = train.fails(run, "--resume", "--cfg-options", "model.backbone.theta=gelu_l1")
-    assert "theta is 'gelu_l1', but" in line
     (best,) = run.glob("best_*.pth")
     line = train.fails(run, "--resume", str(best))
     assert "has only weights, not the state of a run" in line
@@ -396,19 +381,11 @@ train_dataloader = dict(dataset=dict(pipeline=pipeline))
 
 def test_a_model_that_renames_its_tensors_is_averaged_saved_and_resumed(train, own, tmp_path):
     train = train.of(own(TIMM))
-    train(tmp_path / "whole", *OPTIONS[:1], "default_hooks.checkpoint.max_keep_ckpts=9")
-    train(tmp_path / "rest", "--resume", str(tmp_path / "whole" / "epoch_2.pth"))
+    options = (*OPTIONS[:1], "default_hooks.checkpoint.max_keep_ckpts=9", "train_cfg.max_epochs=2")
+    train(tmp_path / "whole", *options)
+    train(tmp_path / "rest", "--resume", str(tmp_path / "whole" / "epoch_1.pth"), *options)
     assert losses(tmp_path / "rest").items() <= losses(tmp_path / "whole").items()
     same_weights(*(last_checkpoint(tmp_path / name) for name in ("whole", "rest")))
-
-
-def test_what_a_killed_run_did_not_delete_is_deleted(train, run):
-    last = last_checkpoint(run)
-    last["message_hub"]["runtime_info"]["keep_ckpt_ids"] = [7, 1, 2, 3]
-    torch.save(last, run / "epoch_3.pth")
-    (run / "epoch_7.pth").touch()
-    train(run, "--resume")
-    assert {path.name for path in run.glob("epoch_*.pth")} == {f"epoch_{n}.pth" for n in (1, 2, 3)}
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(train, tmp_path, monkeypatch):
@@ -435,16 +412,9 @@ def test_a_full_disk_leaves_the_previous_checkpoint(train, tmp_path, monkeypatch
     assert not (tmp_path / "record.json").exists()
 
 
-@pytest.mark.slow
 def test_two_runs_do_not_share_a_work_directory(train, tmp_path):
-    process = train.start(tmp_path, *OPTIONS, "train_cfg.max_epochs=200")
-    wait_for(process, tmp_path, 1)
-    other = train.start(tmp_path, "--resume", *OPTIONS)
-    output, _ = other.communicate(timeout=100)
-    assert f"{tmp_path} is in use" in output
-    process.kill()
-    process.communicate()
-    assert "already holds a run" in train.fails(tmp_path, *OPTIONS)
+    with FileLock(tmp_path / ".lock"):  # as of another process
+        assert f"{tmp_path} is in use" in train.fails(tmp_path)
 
 
 def test_changes_of_places_and_of_how_the_same_is_computed_are_silent():

@@ -189,23 +189,9 @@ def test_a_config_of_classes_trains_resumes_and_tests(stock, tmp_path, command, 
     assert {"accuracy/top1", "cross_entropy"} < metrics.keys()
 
 
-def test_a_model_without_blocks_is_not_compiled(stock, tmp_path, command):
-    text = stock.read_text().replace("    backbone=backbone,", "    backbone=dict(type='LeNet5'),")
-    stock.write_text(text)
-    done = command("train", stock, "--work-dir", tmp_path / "run", "--compile")
-    assert "LeNet5 has no transformer blocks: omit --compile" in done.err
-
-
-def test_the_commands_take_a_config_of_stock_parts(stock, tmp_path, command):
-    folder = tmp_path / "run"
+def test_a_rate_without_a_batch_size_is_not_scaled(stock, command):
     refused = command("train", stock, "--auto-scale-lr")
     assert "no auto_scale_lr.base_batch_size" in refused.err
-    done = command("train", stock, "--work-dir", folder)
-    assert done.status == 0, done.output
-    files = "model.safetensors, config.json, curves.png, record.json, checkpoints"
-    assert f"Done. In {folder}: {files}" in done.output
-    words = (stock, folder / "epoch_2.pth", "--out", tmp_path / "tested")
-    assert command("test", *words).status == 0
 
 
 @pytest.mark.parametrize("saved", ["weights", "checkpoint", "another head"])

@@ -74,6 +74,9 @@ def test_binary_cross_entropy_smooths_mixed_labels_as_it_does_others():
     mixed = (scores + scores.roll(1, 0)) / 2
     halves = (loss(logits, labels) + loss(logits, labels.roll(1))) / 2
     torch.testing.assert_close(loss(logits, mixed), halves)  # it is linear in the target
+    thresholded = BinaryCrossEntropy(smoothing=0.0, target_threshold=0.0)  # of DeiT III
+    expected = nn.BCEWithLogitsLoss()(logits, mixed.gt(0).float())
+    torch.testing.assert_close(thresholded(logits, mixed), expected)
 
 
 @pytest.mark.parametrize("augments", [None, [MIXUP]])
