@@ -1,16 +1,18 @@
-"""How accurate is a pretrained ViT at a smaller size, without training, and after an epoch?
+"""How accurate is a trained ViT at a smaller size, without training, by ``refit`` and by others?
 
-Fine-tunes a ViT of timm, makes it smaller by each method, and tunes all by the same recipe. Seed 0
-finds the rates, on training images that it leaves out; the others use the test data. If
-interrupted, the same command goes on. torch-pruning is a package of PyPI::
+MODEL is what `tokenformer-vit compress` takes, such as a fine-tuned ViT; its images are divided as
+there. Rows are added to results.csv of the work directory, and models that timm can build are saved
+there, to be trained further. torch-pruning is a package of PyPI::
 
-    python ablations/any_size.py --data IMAGENETTE --weights FILE
+    tokenformer-vit train photos --checkpoint VIT --epochs 2 --work-dir work_dirs/whole --seed 1
+    python ablations/any_size.py work_dirs/whole photos --seed 1
+    tokenformer-vit train photos --checkpoint work_dirs/any_size/refit_0.5_seed1 --epochs 1
 """
 
 import copy
-from argparse import BooleanOptionalAction, Namespace
+from argparse import Namespace
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,41 +20,41 @@ from typing import Any
 
 import results
 import torch
-import vits
 from timm.utils import reparameterize_model
 from torch import Tensor
 
-from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.cli import run
-from tokenformer_vit.cli.arguments import Parser, device
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.cli.arguments import Parser, add_model, whole_number
 from tokenformer_vit.growth import measure_usage, prune
-from tokenformer_vit.models import from_vit
+from tokenformer_vit.models import from_vit, to_vit
+from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.records import environment
-from tokenformer_vit.vision.compression import equal_count, flops_of, smaller_models
+from tokenformer_vit.vision import compression
+from tokenformer_vit.vision.prediction import load_any
 
-TITLES = {
-    "any_size_tuning": "At which rate is the ViT fine-tuned?",
-    "any_size": "How accurate is a pretrained ViT at a smaller size, without training?",
-    "any_size_epoch": "How accurate is it after an epoch of training?",
-}
-RATES = [3e-5, 1e-4, 3e-4]
-FIT_IMAGES, HELD_OUT = 400, 1000
+Batches = Sequence[Tensor]
 
 
-def refitted(vit: Any, images: Tensor, share: float, like_vit: bool = False) -> Any:
-    """Do what ``tokenformer-vit compress`` does, or with ``--to-vit``."""
-    return smaller_models(from_vit(vit), [images], [share], like_vit=like_vit)[share]
+def refitted(vit: Any, images: Batches, share: float) -> Any:
+    """Do what ``tokenformer-vit compress`` does."""
+    return compression.smaller_models(from_vit(vit), images, [share])[share]
 
 
-def by_usage(vit: Any, images: Tensor, share: float) -> Any:
+def refitted_equally(vit: Any, images: Batches, share: float) -> Any:
+    """Do what ``compress --to-vit`` does."""
+    model = from_vit(vit)
+    return to_vit(compression.smaller_models(model, images, [share], like_vit=True)[share])
+
+
+def by_usage(vit: Any, images: Batches, share: float) -> Any:
     """Keep the hidden neurons that add most to the outputs, equally many in each block."""
     model = from_vit(vit)
-    return prune(model, measure_usage(model, [images]), {"ffn": equal_count(model, share)})
+    count = compression.equal_count(model, share, compression.tokens_of(model, images[0]))
+    return to_vit(prune(model, measure_usage(model, images), {"ffn": count}))
 
 
-def by_group_norm(vit: Any, images: Tensor, share: float, inner: bool = False) -> Any:
-    """Prune by torch-pruning's group L2 norm: all widths, or hidden neurons and heads' channels."""
+def by_group_norm(vit: Any, images: Batches, share: float, inner: bool = True) -> Any:
+    """Prune by torch-pruning's group L2 norm: hidden neurons and heads' channels, or all widths."""
     import torch_pruning  # type: ignore[import-not-found]
 
     def pruned(ratio: float) -> Any:
@@ -61,122 +63,72 @@ def by_group_norm(vit: Any, images: Tensor, share: float, inner: bool = False) -
         fixed = [model.head, *[model.patch_embed.proj, *outputs] * inner]
         heads = {block.attn.qkv: block.attn.num_heads for block in model.blocks}
         how: Any = {"pruning_ratio": ratio, "num_heads": heads, "ignored_layers": fixed}
-        torch_pruning.pruner.BasePruner(model, images[:1], importance, **how).step()
+        torch_pruning.pruner.BasePruner(model, images[0][:1], importance, **how).step()
         for attn in (block.attn for block in model.blocks):
             attn.attn_dim = attn.proj.in_features
             attn.head_dim = attn.attn_dim // attn.num_heads
             attn.scale = attn.head_dim**-0.5
         return model
 
-    most = share * flops_of(vit)
-    return pruned(bisect_left(range(256), -most, key=lambda n: -flops_of(pruned(n / 256))) / 256)
+    flops = partial(compression.flops_of, tokens=compression.tokens_of(vit, images[0]))
+    least = bisect_left(range(256), -share * flops(vit), key=lambda n: -flops(pruned(n / 256)))
+    return pruned(least / 256)
 
 
 METHODS: dict[str, Callable[..., Any]] = {  # of a ViT, images to fit to, and a share of the FLOPs
-    "whole": lambda vit, images, share: vit,
     "refit": refitted,
-    "refit_equal": partial(refitted, like_vit=True),
+    "refit_equal": refitted_equally,
     "usage": by_usage,
-    "torch-pruning": by_group_norm,
-    "torch-pruning_inner": partial(by_group_norm, inner=True),
+    "torch-pruning": partial(by_group_norm, inner=False),
+    "torch-pruning_inner": by_group_norm,
 }
-BASELINES = ("usage", "torch-pruning", "torch-pruning_inner")  # sweeps of their own, with their σ
+FITTED = ("whole", "refit", "refit_equal")  # the others vary more: a sweep of their own
 
 
-def best_rate(args: Namespace, sweep: str, method: str) -> float:
-    """Return the rate of a method that seed 0 found best."""
-    rows = results.read(args.results).query("seed == 0 and sweep == @sweep and base == @args.base")
-    rows = rows[rows["variant"].str.rpartition("_")[0] == method]
-    if rows.empty:
-        raise InputError(f"{args.results} has no rate of {method} by seed 0: give --seeds 0 first")
-    return float(rows["lr"][rows["top1"].idxmax()])
-
-
-def sweep_of(method: str, rate: float) -> str:
-    """Return the sweep of a method, without training or after an epoch."""
-    return "any_size" + "_baselines" * (method in BASELINES) + "_epoch" * bool(rate)
-
-
-def fine_tuned(args: Namespace, seed: int, data: vits.Images, rate: float) -> Any:
-    """Fine-tune the pretrained ViT, or go on with it."""
-    path = args.work_dir / f"{seed} {rate:g}.pt"
-    few: Any = [each[:100] for each in data]  # the file replaces the probe
-    vit = vits.pretrained(args, few if path.exists() else data)
-    vits.train(vit, args, data, rate, seed, path)
-    return vit
-
-
-def measure(args: Namespace, seed: int, data: vits.Images, test: vits.Images) -> None:
-    """Fine-tune a ViT, make it smaller by each method, and tune it for an epoch."""
-
-    def missing(**name: Any) -> bool:
-        return results.find(results.read(args.results), {**name, "seed": seed}).empty
-
-    def add(model: Any, **name: Any) -> None:
-        right = vits.logits_of(model, test[0], bfloat16=True).argmax(dim=1) == test[1]
-        cost = total(model_costs(reparameterize_model(model)))
-        row = {**args.about, **name, "seed": seed, "family": "whole"}
-        row["label"] = name["variant"].replace("_", " ")
-        row["title"] = TITLES[name["sweep"].replace("_baselines", "")]
-        row["selected_on"] = "held-out" if name["lr"] else ""
-        row |= {"parameters": cost.parameters, "forward_flops": cost.forward_flops}
-        row |= {"examples": len(data[1]), "top1": 100 * right.double().mean().item()}
-        results.append([row], args.results)
-
-    tuning: Any = {"sweep": "any_size_tuning", "variant": "fine-tuned_1"}
-    every = seed == 0
-    for rate in RATES if every else [best_rate(args, "any_size_tuning", "fine-tuned")]:
-        if missing(**tuning, lr=rate):
-            add(fine_tuned(args, seed, data, rate), **tuning, lr=rate)
-    best = best_rate(args, "any_size_tuning", "fine-tuned")
-    whole, once = fine_tuned(args, seed, data, best), Namespace(**{**vars(args), "epochs": 1})
-    shares = args.targets[-1:] if every else args.targets
-    for method, share in [("whole", 1.0), *product(args.methods, shares)]:
-        found = [] if every else [0.0]
-        if method in args.tuned:
-            found += RATES if every else [best_rate(args, sweep_of(method, 1), method)]
-        names = [
-            {"sweep": sweep_of(method, rate), "variant": f"{method}_{share:g}", "lr": rate}
-            for rate in found
-        ]
-        left: Any = [name for name in names if missing(**name)]
-        small = METHODS[method](whole, data[0][:FIT_IMAGES], share) if left else None
-        for name in left:
-            model = copy.deepcopy(small)
-            if name["lr"]:
-                vits.train(model, once, data, name["lr"], 1000 + seed)
-            add(model, **name)
+def measure(args: Namespace) -> list[dict[str, Any]]:
+    """Make models smaller by each method, save those that timm can build, and return the rows."""
+    whole = load_any(args.source, args.model, **args.model_kwargs).to(args.device)
+    fitted, measured = compression.divide_images(args.images, args.fit_images)
+    how = {"batch_size": args.batch_size, "device": args.device}
+    images = [*compression.tensor_batches(whole, fitted, **how)]
+    models = {"whole": whole}
+    for method, share in product(args.methods, args.flops):
+        small = models[f"{method}_{share:g}"] = METHODS[method](whole, images, share)
+        if not method.startswith("torch-pruning"):
+            save_model(small, args.work_dir / f"{method}_{share:g}_seed{args.seed}")
+    fused = {name: reparameterize_model(model) for name, model in models.items()}
+    batches = compression.tensor_batches(whole, measured, **how)
+    points = compression.measure(fused, batches, compression.find_labels(whole, measured))
+    about = {**environment(args.device.type), "torch": torch.__version__}
+    about = {key: about[key] for key in ("date", "commit", "torch", "hardware")}
+    about |= {"question": "any_size", "base": Path(args.source).name, "family": "whole", "lr": 0.0}
+    about |= {"title": str(__doc__).splitlines()[0], "dtype": "float32", "seed": args.seed}
+    about |= {"examples": len(fitted), "batch_size": args.batch_size}
+    for point in points:
+        name = point["variant"] = point.pop("name")
+        point["label"] = name.replace("_", " ")
+        point["sweep"] = "any_size" + "_baselines" * (name.rpartition("_")[0] not in FITTED[1:])
+        point["sweep"] = "any_size" if name == "whole" else point["sweep"]
+        point["forward_flops"] = point.pop("flops_per_image")
+        point["same_class"] = point.pop("agreement")
+    return [{**about, **point} for point in points]
 
 
 def main(words: list[str]) -> None:
-    """Measure each seed."""
+    """Run the command line."""
     parser = Parser(description=__doc__)
+    add_model(parser)
     add = parser.add_argument
-    add("--data", required=True, help="folder of Imagenette's parquet files")
-    add("--weights", type=Path, required=True, help="of the ViT")
-    add("--vit", default="vit_small_patch14_dinov2", help="name of a timm model")
-    add("--image", type=int, default=98, help="pixels")
-    add("--epochs", type=int, default=2, help="of fine-tuning; two minutes of two cores each")
-    add("--batch-size", type=int, default=64)
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="first 0")
-    add("--targets", type=float, nargs="+", default=[0.67, 0.5], help="shares of the FLOPs")
-    add("--methods", nargs="*", choices=[*METHODS], default=[*METHODS][1:])
-    add("--tuned", nargs="*", choices=[*METHODS], default=["refit", *BASELINES])
-    add("--device", type=device, default="auto", help="cpu or cuda")
-    add("--compile", action=BooleanOptionalAction, default=True)
-    add("--limit", type=int, help="use only the first images, for a trial")
+    add("source", metavar="MODEL", help="as for tokenformer-vit compress")
+    add("images", metavar="IMAGES", help="as for tokenformer-vit compress")
+    add("--seed", type=whole_number(0), required=True, help="of the training of MODEL")
+    add("--flops", nargs="+", type=float, default=[0.67, 0.5], help="shares; default: 0.67 0.5")
+    add("--methods", nargs="+", choices=METHODS, default=[*METHODS])
+    add("--fit-images", type=whole_number(1), default=400, metavar="N", help="default: 400")
     add("--work-dir", type=Path, default=Path("work_dirs/any_size"))
     args = parser.parse_args(words)
     args.work_dir.mkdir(parents=True, exist_ok=True)
-    args.results, args.base = args.work_dir / "results.csv", f"{args.vit} {args.image} px"
-    args.about = {"question": "any_size", "base": args.base, "dtype": "bfloat16 autocast"}
-    machine = {**environment(device=args.device.type), "torch": torch.__version__}
-    args.about |= {key: machine[key] for key in ("date", "commit", "torch", "hardware")}
-    data, test = vits.load(args, "train"), vits.load(args, "val")
-    count = len(data[1]) - min(HELD_OUT, len(data[1]) // 4)
-    parts = [(data[0][part], data[1][part]) for part in (slice(count), slice(count, None))]
-    for seed in args.seeds:
-        measure(args, seed, *((data, test) if seed else parts))
+    results.append(measure(args), args.work_dir / "results.csv")
 
 
 if __name__ == "__main__":

@@ -26,17 +26,22 @@ export TOKENFORMER_VIT_COMMIT PYTHONPATH=$kit/site:$PWD
 python3 -c "import tokenformer_vit.training.runner"
 step() { # NAME MINUTES COMMAND...: its output is in OUT/NAME.log
     [[ $only == "  " || $only == *" $1 "* ]] || return 0
-    timeout "${2}m" python3 "${@:3}" >"$out/$1.log" 2>&1 || echo "$1 failed, or took too long ($?)"
+    timeout "${2}m" python3 "${@:3}" >>"$out/$1.log" 2>&1 || echo "$1 failed, or took too long ($?)"
     [[ ! -e $kit/runs/$1/record.json ]] || cp "$kit/runs/$1/record.json" "$out/$1.json"
     echo "$1: done after $SECONDS s"
 }
 bench() { step "$1" "$2" tools/benchmark.py --out "$out/$1.json" --precisions autocast "${@:3}"; }
-sweep() { # NAME FILE QUESTION CONFIG OPTIONS...: finished runs are not repeated
-    step "$1" 10 "ablations/$2.py" "$3" --config "configs/$4.py" --data-root "$kit/images" --jobs "${JOBS:-10}" \
-        --work-dir "$kit/runs/$1${RUNS:-}" --results "$out/results.csv" "${@:5}"
+sweep() { # NAME QUESTION CONFIG OPTIONS...: several processes share the runs; finished ones stay
+    local dir=$kit/runs/$1${RUNS:-} job
+    for ((job = 0; job < ${JOBS:-10}; job++)); do
+        step "$1" 10 ablations/sweep.py "$2" --config "configs/$3.py" --data-root "$kit/images" \
+            --name "$1" --work-dir "$dir" "${@:4}" &
+    done
+    wait
+    [[ ! -e $dir/results.csv ]] || cp "$dir/results.csv" "$out/$1.csv" # for report.py --add
 }
 converge() { # OPTIMISER RATES...: TokenFormer and ViT, batch 256
-    sweep "$1" recipes recipes cifar10_stem --variants "tokenformer_$1" "vit_$1" --lr "${@:2}" --lr-length 16 \
+    sweep "$1" recipes cifar10_stem --variants "tokenformer_$1" "vit_$1" --lr "${@:2}" --lr-length 16 \
         --seeds "${SEEDS:-5}" --cfg-options train_cfg.max_epochs="${EPOCHS:-60}" train_dataloader.batch_size=256
 }
 step tests 4 -m pytest -q -n 4 -m gpu --continue-on-collection-errors tests &
@@ -46,13 +51,12 @@ wait
 bench train 5 --modes train --batch-sizes $batches
 bench infer 3 --modes infer --batch-sizes $batches
 bench profile 1 --profile
-[[ -e $out/results.csv ]] || cp ablations/{results.csv,curves.parquet} "$out"
 export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 # ten processes keep 16 cores busy; MPS lets all compute
 nvidia-cuda-mps-control -d && timeout 60 python3 -c "import torch; print(torch.ones(1).cuda())" ||
     { echo "no MPS: the trainings take turns" && echo quit | nvidia-cuda-mps-control || true; }
 converge muon 0.001 0.002 0.004 0.008 # one after the other: at once, Muon's 60 epochs took over 500 s
 converge adamw 0.001 0.002 0.004
-sweep one_step growth one_step cifar10_micro_50k --lr 0.003 --seeds "${SEEDS:-3}" \
+sweep one_step one_step cifar10_micro_50k --lr 0.003 --seeds "${SEEDS:-3}" \
     --cfg-options train_cfg.max_epochs="${EPOCHS:-30}" optim_wrapper.optimizer.type=timm.optim.Muon
 echo quit | nvidia-cuda-mps-control || true
 unset OMP_NUM_THREADS
@@ -61,5 +65,3 @@ bench language 3 --lm 150m --num-tokens 1024
 step imagenet 4 -m tokenformer_vit train configs/imagenet_base_matched.py --data-root "$kit/imagenet" --amp \
     --compile --work-dir "$kit/runs/imagenet" --cfg-options train_dataloader.dataset.split=val \
     train_cfg.val_interval=300 default_hooks.checkpoint.interval=300
-step from_vit 3 ablations/from_vit.py --data "$kit/cifar10" --vit vit_base_patch16_224 --image 224 --depth 12 \
-    --batch-size 128 --limit 512 --seeds 0 --parts accuracy size --csv "$out/from_vit.csv"
