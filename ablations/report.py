@@ -83,7 +83,7 @@ def interval(found: Estimate, bold: bool = False) -> str:
     return f"**{text}**" if bold else text
 
 
-def sweeps(rows: pd.DataFrame) -> dict[str, Sweep]:
+def sweeps(rows: Any) -> dict[str, Sweep]:
     """Return the sweeps whose rates are chosen, in the order of the file."""
     groups = {str(name): Sweep(own) for name, own in rows.groupby("sweep", sort=False)}
     return {name: sweep for name, sweep in groups.items() if not sweep.best.empty}

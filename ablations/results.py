@@ -37,7 +37,7 @@ NUMBERS = [
 NUMBERS += ["grown_to", "flops", "seconds", "paper", "top1"]
 
 
-def read(path: Path = RESULTS) -> pd.DataFrame:
+def read(path: Path = RESULTS) -> Any:
     """Read the rows; an empty cell is "" in columns of text, and NaN in the others."""
     rows = pd.DataFrame()
     if path.exists():
@@ -49,7 +49,7 @@ def read(path: Path = RESULTS) -> pd.DataFrame:
     return rows
 
 
-def find(rows: pd.DataFrame, run: Mapping[str, Any]) -> pd.DataFrame:
+def find(rows: Any, run: Mapping[str, Any]) -> Any:
     """Return the rows of a run."""
     return rows.loc[(rows[RUN] == pd.Series(run)[RUN]).all(axis=1)]
 
@@ -74,12 +74,12 @@ def append(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         write_whole(path, new.to_csv(index=False).encode())
 
 
-def metric_of(rows: pd.DataFrame) -> str:
+def metric_of(rows: Any) -> str:
     """Return the result that runs are compared by."""
     return "perplexity" if "perplexity" in rows and rows["perplexity"].notna().any() else "top1"
 
 
-def best_rates(rows: pd.DataFrame) -> Any:
+def best_rates(rows: Any) -> Any:
     """Return the rate of each variant's best run; of equal ones, the lowest."""
     metric = metric_of(rows)
     ranked = rows.dropna(subset=[metric])
@@ -87,7 +87,7 @@ def best_rates(rows: pd.DataFrame) -> Any:
     return ranked.drop_duplicates("variant").set_index("variant")["lr"]
 
 
-def at_best(rows: pd.DataFrame) -> pd.DataFrame:
+def at_best(rows: Any) -> Any:
     """Return the runs that count: those at the rate of their variant that seed 0 found the best.
 
     ``at_end`` tells whether this rate is the largest or the smallest of several that were tried.
@@ -123,7 +123,7 @@ class Estimate(NamedTuple):
         return abs(self.value) > self.width
 
 
-def noise(best: pd.DataFrame) -> tuple[float, int]:
+def noise(best: Any) -> tuple[float, int]:
     """Pool the deviation of seeds over the variants of a sweep, with its degrees of freedom.
 
     A family counts once.
@@ -136,7 +136,7 @@ def noise(best: pd.DataFrame) -> tuple[float, int]:
     return float((families["var"] * degrees).sum() / max(total, 1)) ** 0.5, int(total)
 
 
-def paired_noise(best: pd.DataFrame) -> tuple[float, int]:
+def paired_noise(best: Any) -> tuple[float, int]:
     """Pool what is left of the deviation in families after their seeds.
 
     These are the residuals of ``variant + seed`` over the variants of a family.
@@ -150,7 +150,7 @@ def paired_noise(best: pd.DataFrame) -> tuple[float, int]:
     return (squares / max(degrees, 1)) ** 0.5, degrees
 
 
-def contrast(best: pd.DataFrame, weights: Mapping[str, float]) -> Estimate:
+def contrast(best: Any, weights: Mapping[str, float]) -> Estimate:
     """Return a weighted sum of the means of variants.
 
     Where the weights of a family add to zero, its variants are compared seed by seed.
@@ -179,7 +179,7 @@ def together(estimates: Sequence[Estimate]) -> Estimate:
     return Estimate(mean, sum(weights) ** -0.5, sum(each.degrees for each in estimates))
 
 
-def with_starts(best: pd.DataFrame) -> Any:
+def with_starts(best: Any) -> Any:
     """Return the mean FLOPs of each variant, with those of the models that it goes on from."""
     groups = best.groupby("variant")
     mean, start = groups["flops"].mean(), groups["start"].first()

@@ -344,7 +344,7 @@ def hold_out(cfg: Config) -> None:
         cfg[f"{name}_dataloader"]["dataset"] = {**copy.deepcopy(part), "held_out": name == "val"}
 
 
-def wanted(known: Mapping[str, Variant], names: Sequence[str] | None) -> dict[str, Variant]:
+def wanted(known: dict[str, Variant], names: Sequence[str] | None) -> dict[str, Variant]:
     """Return the variants to train, with those that they start from, in the question's order."""
     chosen = {*(names or known)}
     if unknown := chosen - known.keys():
