@@ -39,6 +39,7 @@ from tqdm import tqdm
 from tokenformer_vit.cli import run as run_command
 from tokenformer_vit.cli.arguments import Parser, add_run, whole_number
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.records import environment
 from tokenformer_vit.training.config import (
     check_config,
     check_folders,
@@ -296,6 +297,10 @@ class Sweep:
             )
         metric, sigma = results.metric_of(best), results.noise(best)[0]
         self.best |= best.set_index("variant")["lr"].to_dict()
+        # A finished check is of one commit and one torch.
+        part = f"check_{environment()['commit']}_{torch.__version__}"
+        self.args.work_dir = Path(self.args.work_dir, part)
+        self.args.results = self.args.work_dir / "results.csv"
         runs = [self.planned(name, self.best[name], int(number))]
         while runs[0].start is not None:
             runs = [runs[0].start, *runs]
