@@ -187,7 +187,9 @@ class Sweep:
                 ready = run.start is None or run.start.record
                 with suppress(Timeout), FileLock(run.folder / "sweep.lock", timeout=0):
                     if ready and not self.finished(run) and not self.hopeless(run):
-                        self.execute(run)
+                        if not (run.record or run.diverged):
+                            self.execute(run)
+                        self.record(run)
                 if self.finished(run) or self.hopeless(run):
                     left.remove(run)
                     progress.update()
@@ -212,7 +214,7 @@ class Sweep:
         return run.folder.name in self.failed
 
     def execute(self, run: Run) -> None:
-        """Train a run in a process, and record it; torchrun takes all GPUs that it sees."""
+        """Train a run in a process; torchrun takes all GPUs that it sees."""
         values = run.config.to_dict().items()
         lines = [f"{key} = {pformat(own, sort_dicts=False)}\n" for key, own in values]
         text = "".join(lines).replace("{start}", str(run.start.folder) if run.start else "")
@@ -236,10 +238,6 @@ class Sweep:
             process.wait()
             print("stopped; the same command goes on", file=sys.stderr)
             raise
-        if run.record or run.diverged:
-            self.record(run)
-        else:
-            self.failed.add(run.folder.name)
         figures = [f"{m} {run.record[key]}" for m, key in METRICS.items() if key in run.record]
         text = ", ".join(figures) or run.last_line
         tqdm.write(f"{run.folder.name}: {text} ({run.folder}/output.log)")
@@ -249,9 +247,14 @@ class Sweep:
         return {"sweep": self.args.name, "variant": run.name, "lr": run.lr, "seed": run.seed}
 
     def record(self, run: Run) -> None:
-        """Write the row of a run, if it has none; one that diverged has no result."""
-        if not results.find(results.read(self.args.results), self.row_name(run)).empty:
-            return
+        """Write the row of a run, if it has none and has ended; one that diverged has no result."""
+        if not (run.record or run.diverged):
+            self.failed.add(run.folder.name)
+        elif results.find(results.read(self.args.results), self.row_name(run)).empty:
+            results.append(self.rows_of(run), self.args.results)
+
+    def rows_of(self, run: Run) -> list[dict[str, Any]]:
+        """Return the row of a run, and those of a nested model's smaller sizes."""
         record, variant = run.record, run.variant
         noun = "sequences" if self.base.language else "images"
         names = {key: key.removeprefix("accuracy/").replace("/error", "_error") for key in record}
@@ -285,7 +288,7 @@ class Sweep:
                 own = {"variant": name, "label": f"{variant.label}, {share}", "top5": None}
                 own |= {"top1": record[key], "compare": f"alone_{100 * float(share):g}"}
                 rows.append({**row, **own})
-        results.append(rows, self.args.results)
+        return rows
 
     def check(self, name: str, number: str) -> None:
         """Train a run of results.csv again in a folder of its own, and compare its result."""
