@@ -165,7 +165,7 @@ def test_pages_say_what_the_records_say(found, tmp_path, monkeypatch):
         "<!-- mean which one -->old<!-- end -->, <!-- count x -->old<!-- end -->\n"
         "<!-- measured which -->\nold<!-- end -->\n"
     )
-    rows = found(*NINE)["which"].rows
+    rows, read = found(*NINE)["which"].rows, results.read
     monkeypatch.setattr(report, "TABLES", tmp_path / "TABLES.md")
     monkeypatch.setattr(report, "PAGES", (page,))
     monkeypatch.setattr(results, "read", lambda: rows)
@@ -185,9 +185,16 @@ def test_pages_say_what_the_records_say(found, tmp_path, monkeypatch):
     rows.loc[rows["variant"] == "one", "top1"] -= 18
     with pytest.raises(SystemExit, match="is out of date: run python ablations/report"):
         report.main()
-    monkeypatch.setattr("sys.argv", ["report.py"])
+    monkeypatch.setattr("sys.argv", ["report.py", "--add", str(tmp_path / "more.csv")])
+    rows.assign(sweep="more", commit="abc-dirty").to_csv(tmp_path / "more.csv", index=False)
+    monkeypatch.setattr(results, "read", lambda path=None: rows if path is None else read(path))
+    with pytest.raises(SystemExit, match="has rows of abc-dirty: commit the changes"):
+        report.main()
+    rows.assign(sweep="more").to_csv(tmp_path / "more.csv", index=False)
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "kept.csv")
     report.main()
     assert "-->one is behind two by 9.00 ± 2.27<!-- end --> points" in page.read_text()
+    assert len(read(tmp_path / "kept.csv")) == 6
 
 
 def test_no_interval_of_the_pages_is_typed_by_hand():

@@ -3,13 +3,10 @@
 import shutil
 from pathlib import Path
 
-import pandas as pd
 import pytest
-import report
 import results
 import sweep
 import torch
-from held_out import part_of
 from PIL import Image
 
 from tokenformer_vit import cli
@@ -80,7 +77,6 @@ def test_seed_0_finds_the_best_rate_on_held_out_images(run, capsys):
     assert {*started[:6]} == tried
     assert {*started[6:]} == {f"{name} {seed} 0.002" for name in PAIR[2:] for seed in (1, 2)}
     assert {*rows["selected_on"]} == {"held-out"}
-    assert rows["parameters"].max() < 1.01 * rows["parameters"].min()
     assert "| GELU + L2 |" in capsys.readouterr().out
     for folder in Path("work").glob("*_seed*"):
         text = (folder / "config.py").read_text()
@@ -90,12 +86,6 @@ def test_seed_0_finds_the_best_rate_on_held_out_images(run, capsys):
     assert same.equals(rows)
     Path("work", "results.csv").unlink()
     assert len(run(*words)[1]) == 10
-
-
-def test_held_out_examples_are_not_trained_on():
-    held, others = part_of(1000, True), part_of(1000, False)
-    assert len(held) == 100
-    assert sorted(held + others) == [*range(1000)]
 
 
 def test_a_row_stands_for_a_lost_folder_and_other_configs_do_not_mix(run, capsys):
@@ -151,22 +141,18 @@ def test_a_recorded_run_is_repeated_and_compared(run, monkeypatch, capsys, chang
     assert "no run of vit with seed 9" in capsys.readouterr().err
 
 
-def test_a_failed_run_is_told_and_tried_again(run, monkeypatch, capsys):
+def test_a_failed_run_is_told_and_tried_again_and_one_that_diverged_keeps_a_row(
+    run, monkeypatch, capsys
+):
     monkeypatch.setenv("FAIL", "gelu_l2: no space left")
     with pytest.raises(SystemExit, match="failed: gelu_l2_seed0_"):
         run(*PAIR)
     assert "gelu_l2: no space left (work/gelu_l2_seed0_" in capsys.readouterr().out
-    monkeypatch.delenv("FAIL")
+    monkeypatch.setenv("FAIL", "gelu_l2 is not finite. Resume with a lower rate")
     started, rows = run(*PAIR)
     assert started == ["gelu_l2 0 0.001"]
-    assert list(rows["variant"]) == ["vit", "gelu_l2"]
-
-
-def test_a_run_that_diverged_keeps_a_row(run, monkeypatch):
-    monkeypatch.setenv("FAIL", "gelu_l2 is not finite. Resume with a lower rate")
-    _, rows = run(*PAIR[:3])
-    assert rows["top1"].isna().all()
-    assert not run(*PAIR[:3])[0]
+    assert list(rows["top1"].fillna(0)) == [79, 0]
+    assert not run(*PAIR)[0]
 
 
 def test_ctrl_c_stops_the_training_and_the_same_command_goes_on(run, monkeypatch, capsys):
@@ -192,8 +178,7 @@ def test_a_variant_starts_from_another(run, monkeypatch):
     started, rows = run("softmax", "--lr", "1e-3", "2e-3", "--variants", "after")
     assert started[-2:] == ["vit 1 0.002", "after 1 0.002"]
     assert list(rows["start"].iloc[-2:]) == ["", "vit"]
-    (after,) = Path("work").glob("after_seed1_*")
-    (vit,) = (p for p in Path("work").glob("vit_seed1_*"))
+    (after,), (vit,) = (Path("work").glob(f"{name}_seed1_*") for name in ("after", "vit"))
     assert f"load_from = '{vit}/model.safetensors'" in (after / "config.py").read_text()
 
 
@@ -210,20 +195,3 @@ def test_mistakes_end_before_any_training(run, capsys, words, message):
         run(*words)
     assert message in capsys.readouterr().err
     assert not Path("work").exists()
-
-
-def test_rows_are_added_of_a_clean_commit_once(run, monkeypatch, tmp_path):
-    run(*PAIR[:3])
-    added = tmp_path / "added.csv"
-    monkeypatch.setattr(results, "RESULTS", added)
-    monkeypatch.setattr(report, "PAGES", ())
-    monkeypatch.setattr(report, "TABLES", tmp_path / "TABLES.md")
-    monkeypatch.setattr(report, "import_module", lambda name: pytest.fail("charts"))
-    monkeypatch.setattr("sys.argv", ["report.py", "--check", "--add", "work/results.csv"])
-    with pytest.raises(SystemExit, match="out of date"):
-        report.main()
-    assert len(pd.read_csv(added)) == 1
-    rows = results.read(Path("work/results.csv")).assign(commit="abc-dirty", sweep="two")
-    rows.to_csv("work/results.csv", index=False)
-    with pytest.raises(SystemExit, match="rows of abc-dirty: commit"):
-        report.main()
