@@ -53,14 +53,14 @@ def by_usage(vit: Any, images: Batches, share: float) -> Any:
     return to_vit(prune(model, measure_usage(model, images), {"ffn": count}))
 
 
-def by_group_norm(vit: Any, images: Batches, share: float, inner: bool = True) -> Any:
-    """Prune by torch-pruning's group L2 norm: hidden neurons and heads' channels, or all widths."""
+def by_group_norm(vit: Any, images: Batches, share: float) -> Any:
+    """Prune hidden neurons and heads' channels by torch-pruning's group L2 norm."""
     import torch_pruning  # type: ignore[import-not-found]
 
     def pruned(ratio: float) -> Any:
         model, importance = copy.deepcopy(vit), torch_pruning.importance.GroupMagnitudeImportance()
         outputs = [each for block in model.blocks for each in (block.attn.proj, block.mlp.fc2)]
-        fixed = [model.head, *[model.patch_embed.proj, *outputs] * inner]
+        fixed = [model.head, model.patch_embed.proj, *outputs]
         heads = {block.attn.qkv: block.attn.num_heads for block in model.blocks}
         how: Any = {"pruning_ratio": ratio, "num_heads": heads, "ignored_layers": fixed}
         torch_pruning.pruner.BasePruner(model, images[0][:1], importance, **how).step()
@@ -79,10 +79,9 @@ METHODS: dict[str, Callable[..., Any]] = {  # of a ViT, images to fit to, and a 
     "refit": refitted,
     "refit_equal": refitted_equally,
     "usage": by_usage,
-    "torch-pruning": partial(by_group_norm, inner=False),
     "torch-pruning_inner": by_group_norm,
 }
-FITTED = ("whole", "refit", "refit_equal")  # the others vary more: a sweep of their own
+FITTED = ("", "refit", "refit_equal")  # the others vary more: a sweep of their own
 
 
 def measure(args: Namespace) -> list[dict[str, Any]]:
@@ -99,19 +98,20 @@ def measure(args: Namespace) -> list[dict[str, Any]]:
     fused = {name: reparameterize_model(model) for name, model in models.items()}
     batches = compression.tensor_batches(whole, measured, **how)
     points = compression.measure(fused, batches, compression.find_labels(whole, measured))
-    about = {**environment(args.device.type), "torch": torch.__version__}
-    about = {key: about[key] for key in ("date", "commit", "torch", "hardware")}
-    about |= {"question": "any_size", "base": Path(args.source).name, "family": "whole", "lr": 0.0}
+    machine = environment(args.device.type)
+    about = {key: machine[key] for key in ("date", "commit", "hardware")}
+    about |= {"torch": torch.__version__, "question": "any_size", "base": Path(args.source).name}
     about |= {"title": str(__doc__).splitlines()[0], "dtype": "float32", "seed": args.seed}
-    about |= {"examples": len(fitted), "batch_size": args.batch_size}
+    about |= {"family": "whole", "lr": 0.0, "examples": len(fitted), "batch_size": args.batch_size}
+    rows = []
     for point in points:
-        name = point["variant"] = point.pop("name")
-        point["label"] = name.replace("_", " ")
-        point["sweep"] = "any_size" + "_baselines" * (name.rpartition("_")[0] not in FITTED[1:])
-        point["sweep"] = "any_size" if name == "whole" else point["sweep"]
-        point["forward_flops"] = point.pop("flops_per_image")
-        point["same_class"] = point.pop("agreement")
-    return [{**about, **point} for point in points]
+        name = point.pop("name")
+        fit = name.rpartition("_")[0] in FITTED  # "" of the whole model
+        row = {**about, "variant": name, "label": name.replace("_", " "), **point}
+        row["sweep"] = "any_size" if fit else "any_size_baselines"
+        row["forward_flops"], row["same_class"] = row.pop("flops_per_image"), row.pop("agreement")
+        rows.append(row)
+    return rows
 
 
 def main(words: list[str]) -> None:
