@@ -242,7 +242,7 @@ class ResultsHook(Hook):
         """Return the content of ``record.json``; ``logged_mib`` is the peak memory in the log."""
         hub = runner.message_hub
         loss = hub.log_scalars["train/loss"].data[0]
-        noted = ("growth", "flops", "compression", "teacher", "config_changes")  # by other hooks
+        noted = ("growth", "flops", "teacher", "config_changes")  # by other hooks
         figures = {
             name.removeprefix("val/"): round(float(scalar.current()), 3)
             for name, scalar in sorted(hub.log_scalars.items())
