@@ -31,8 +31,9 @@ better one may exist. Where seed 0 chose on test data, it also counts. Each swee
 standard deviation of a run by its seed, pooled over variants (degrees of freedom in brackets);
 those that share a past count once, and are compared seed by seed, with a σ of their own. ± is half
 the 95 % interval of a difference, by Student's t. **Bold**: the interval excludes 0, and the
-loser's rate has no `*`. FLOPs are those of all training, with the models that a row goes on from,
-but without the pre-training of MAE. Minutes are those of machines that did other work.
+loser's rate has no `*`; where all variants have one rate, none has. FLOPs are those of all
+training, with the variants that a row goes on from, but without the pre-training of MAE and of
+weights that were read from a file. Minutes are those of machines that did other work.
 """
 
 
@@ -55,14 +56,17 @@ class Sweep:
         A wider grid could only help the loser: if its rate is at the end of its grid, it is none.
         """
         their = their or self
+        ours, theirs = (s.best[s.best["variant"] == n] for s, n in ((self, one), (their, other)))
+        families = {*ours["family"], *theirs["family"]}
         if their is self:
             found = results.contrast(self.best, {one: 1, other: -1})
+        elif len(families) == 1 and "" not in families:
+            found = results.paired(ours, theirs)
         else:  # of different σ
-            ours, theirs = (
-                results.contrast(s.best, {n: 1}) for s, n in ((self, one), (their, other))
-            )
-            error, degrees = math.hypot(ours.error, theirs.error), min(ours.degrees, theirs.degrees)
-            found = Estimate(ours.value - theirs.value, error, degrees)
+            first = results.contrast(self.best, {one: 1})
+            second = results.contrast(their.best, {other: 1})
+            error, degrees = math.hypot(first.error, second.error), min(first[2], second[2])
+            found = Estimate(first.value - second.value, error, degrees)
         lost = (
             their.first["at_end"][other]
             if found.value * self.sign > 0
@@ -147,7 +151,9 @@ def measured(found: Mapping[str, Sweep], words: str) -> str:
         rows, unit = sweep.rows, sweep.unit
         search = rows.loc[rows["seed"] == rows["seed"].min(), unit].min()
         chosen = {"": "one rate", "test": "test data", "held-out": "held-out data"}
-        rates = chosen[one["selected_on"]] + f", {search:g} {unit}" * bool(one["selected_on"])
+        rates = chosen[
+            one["selected_on"]
+        ] + f", {search:g} {unit if search > 1 else unit[:-1]}" * bool(one["selected_on"])
         of_all, paired = results.noise(sweep.best), results.paired_noise(sweep.best)
         sigmas = [
             f"{sigma:.2g} ({degrees})" if degrees else "" for sigma, degrees in (of_all, paired)
@@ -200,13 +206,17 @@ def verdict(found: Mapping[str, Sweep], words: str) -> str:
     """
     first, second, pairs = (word.strip() for word in words.split("|"))
     each = [compared(found, pair) for pair in pairs.split(",")]
-    whole = each[0][0] if len(each) == 1 else results.together([own for own, _ in each])
-    if not whole.clear or any(own.clear and not bold for own, bold in each):
+    used = [found[pair.split()[0]] for pair in pairs.split(",")]
+    whole = each[0][0]
+    if len(each) > 1:  # each sweep's σ once
+        degrees = sum(results.noise(sweep.best)[1] for sweep in dict.fromkeys(used))
+        whole = results.together([own for own, _ in each], degrees)
+    if not whole.clear:
         return f"no difference between {first} and {second} was found ({interval(whole)})"
-    sign = found[pairs.split()[0]].sign
-    verb = "leads" if whole.value * sign > 0 else "is behind"
+    verb = "leads" if whole.value * used[0].sign > 0 else "is behind"
     text = interval(whole._replace(value=abs(whole.value))).removeprefix("+")
-    return f"{first} {verb} {second} by {text}"
+    star = any(own.clear and not bold for own, bold in each)
+    return f"{first} {verb} {second} by {text}" + " (at the end of a grid of rates)" * star
 
 
 def mean(found: Mapping[str, Sweep], words: str) -> str:
@@ -223,8 +233,8 @@ def cost(found: Mapping[str, Sweep], words: str) -> str:
 
 
 def tally(found: Mapping[str, Sweep], words: str) -> str:
-    """Count grown models against the better of their rivals, which have equal FLOPs."""
-    total = ahead = behind = 0
+    """Count grown models against the better of their rivals, with equal FLOPs within 11 %."""
+    total = ahead = behind = starred = 0
     for sweep in (found[key] for key in words.split()):
         grown = sweep.first["grown_to"].notna()
         for name in grown.index[grown]:
@@ -232,14 +242,16 @@ def tally(found: Mapping[str, Sweep], words: str) -> str:
             costs = sweep.flops[names] / sweep.flops[name]
             rivals = [each for each in names if not grown[each] and abs(costs[each] - 1) < 0.11]
             if len(rivals) > 1:
-                found_all = [sweep.difference(name, each)[0] for each in rivals]
-                worst = min(found_all, key=lambda each: each.value * sweep.sign)
+                gaps = [sweep.difference(name, each) for each in rivals]
+                worst, bold = min(gaps, key=lambda gap: gap[0].value * sweep.sign)
                 total += 1
                 ahead += worst.clear and worst.value * sweep.sign > 0
                 behind += worst.clear and worst.value * sweep.sign < 0
+                starred += worst.clear and not bold
     return (
-        f"of {total} grown models {ahead or 'none'} beat the better of two rivals at equal FLOPs, "
-        f"a large one from scratch and the small one trained longer; {behind} were worse than it"
+        f"of {total} grown models {ahead or 'none'} beat the better of two rivals with as many "
+        f"FLOPs, a large one from scratch and the small one trained longer; {behind} were worse, "
+        f"{starred} of these at the end of a grid of rates"
     )
 
 
@@ -272,7 +284,7 @@ def fill(text: str, found: Mapping[str, Sweep]) -> str:
     marked = r"(<!-- ({}) (.+?)-->\n?).*?(<!-- end -->)"
     text = re.sub(marked.format("|".join(kinds)), render, text, flags=re.DOTALL)
     number = text.count("±") - text.count("± is")
-    counted = f"{number} differences; about {round(number / 20)} of them"
+    counted = f"{number} differences about {round(number / 20)}"
     return re.sub(marked.format("count"), rf"\g<1>{counted}\g<4>", text)
 
 
@@ -280,13 +292,16 @@ def main() -> None:
     """Write all files, or check those that are text."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail if a text is out of date")
-    parser.add_argument("--add", type=Path, help="results.csv of a sweep")
+    parser.add_argument("--add", type=Path, help="results.csv of a sweep; known rows are skipped")
     args = parser.parse_args()
     if args.add:
         rows = results.read(args.add)
         if dirty := [commit for commit in rows["commit"].unique() if "dirty" in commit]:
             sys.exit(f"{args.add} has rows of {dirty[0]}: commit the changes, and train again")
-        results.append(rows.to_dict("records"), results.RESULTS)
+        known = results.read()[[*results.RUN, "config"]].to_dict("records")
+        alike = rows[[*results.RUN, "config"]].to_dict("records")
+        new = [each not in known for each in alike]
+        results.append(rows[new].to_dict("records"), results.RESULTS)
     found = sweeps(results.read())
     pages = {page: fill(page.read_text(encoding="utf-8"), found) for page in PAGES}
     for path, text in {TABLES: tables(found), **pages}.items():

@@ -94,11 +94,12 @@ def at_best(rows: Any) -> Any:
     Runs that diverged count in ``tried``, the number of runs at this rate.
     """
     first = rows["seed"] == rows["seed"].min()
-    # A variant that seed 0 did not run has one rate, which another one chose.
-    rates = rows["variant"].map(best_rates(rows.loc[first]))
-    rates = rates.fillna(rows.groupby("variant")["lr"].transform("first"))
-    tested: Any = rows.groupby("variant")["lr"]
-    least, most = tested.transform("min"), tested.transform("max")
+    best, names = best_rates(rows.loc[first]), rows["variant"]
+    # A size of a nested model has the rate of all pairs: sandwich_25 that of sandwich.
+    chosen = names.where(names.isin(best.index), names.str.rpartition("_")[0])
+    rates = chosen.map(best).fillna(rows.groupby("variant")["lr"].transform("first"))
+    tried = rows.groupby("variant")["lr"].agg(["min", "max"])
+    least, most = chosen.map(tried["min"]), chosen.map(tried["max"])
     rows = rows.assign(at_end=((rates == least) | (rates == most)) & (least < most))
     rows = rows.loc[(rows["lr"] == rates) & ~(first & (rows["selected_on"] == "held-out"))]
     rows = rows.assign(tried=rows.groupby("variant")["seed"].transform("size"))
@@ -172,11 +173,18 @@ def contrast(best: Any, weights: Mapping[str, float]) -> Estimate:
     return Estimate(float(value), variance**0.5, min(degrees))
 
 
-def together(estimates: Sequence[Estimate]) -> Estimate:
+def together(estimates: Sequence[Estimate], degrees: int) -> Estimate:
     """Return the mean of several estimates, each weighted by its variance."""
     weights = [1 / each.error**2 for each in estimates]
     mean = sum(w * each.value for w, each in zip(weights, estimates, strict=True)) / sum(weights)
-    return Estimate(mean, sum(weights) ** -0.5, sum(each.degrees for each in estimates))
+    return Estimate(mean, sum(weights) ** -0.5, degrees)
+
+
+def paired(best: Any, other: Any) -> Estimate:
+    """Return the mean difference of two variants of different sweeps, seed by seed."""
+    one, two = (rows.set_index("seed")[metric_of(rows)] for rows in (best, other))
+    steps = (one - two).dropna()
+    return Estimate(steps.mean(), steps.std() / max(len(steps), 1) ** 0.5, len(steps) - 1)
 
 
 def with_starts(best: Any) -> Any:

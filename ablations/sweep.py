@@ -47,6 +47,7 @@ from tokenformer_vit.training.config import (
     find_config,
     loaders,
     resolve,
+    set_autocast,
 )
 from tokenformer_vit.training.engine import Config
 
@@ -80,10 +81,12 @@ class Run:
 
     @property
     def last_line(self) -> str:
-        """The last line of its output."""
+        """The last line of its output, or the last error near its end."""
         path = self.folder / "output.log"
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        return text.strip().rpartition("\n")[2]
+        lines = [line for line in text.splitlines() if line.strip()] or [""]
+        errors = [line for line in lines[-40:] if re.match(r"error: |\w+Error\b", line)]
+        return [*lines[-1:], *errors][-1]  # torchrun adds lines of its own
 
     @property
     def diverged(self) -> bool:
@@ -97,7 +100,7 @@ class Sweep:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.failed, self.several = args, set[str](), len(args.lr or ()) > 1
         typed = {"train_dataloader.batch_size": args.batch_size, "compile_blocks": args.compile}
-        args.cfg_options |= {key: value for key, value in typed.items() if value}
+        args.cfg_options = args.cfg_options | {key: own for key, own in typed.items() if own}
         self.base = Base(args.config, args.cfg_options, data_root=args.data_root)
         question = QUESTIONS[args.question]
         self.variants = wanted(question(self.base), args.variants)
@@ -106,11 +109,15 @@ class Sweep:
             "title": str(question.__doc__).splitlines()[0].rstrip("."),
             "question": args.question,
             "base": args.config.stem,
-            "options": " ".join(f"{key}={value}" for key, value in args.cfg_options.items()),
+            "options": " ".join(
+                [*(f"{key}={own}" for key, own in args.cfg_options.items()), *["--amp"] * args.amp]
+            ),
         }
         self.configs, self.rates = {}, {}
         for name, variant in self.variants.items():
             cfg = self.base.with_options(variant.options, variant.length, variant.config)
+            if args.amp:
+                set_autocast(cfg)
             check(cfg)
             lr = cfg.optim_wrapper.optimizer.lr
             self.rates[name] = args.lr if args.lr and not variant.config else [lr]
@@ -148,7 +155,9 @@ class Sweep:
             self.train(runs)
             rows = results.read(self.args.results).query("sweep == @self.args.name and seed == 0")
             rates = results.best_rates(rows[rows["selected_on"] == "held-out"]).to_dict()
-            self.best |= {name: rates[name] for name in ready if name in rates.keys() - self.best}
+            failed = {run.name for run in runs if run.folder.name in self.failed}
+            known = {name for name in rates if name in ready and name not in failed}
+            self.best |= {name: rates[name] for name in known - self.best.keys()}
 
     def planned(self, name: str, lr: float, seed: int, hold: bool = False) -> Run:
         """Return a run with its whole config; with ``hold``, it is validated on held-out data."""
@@ -161,17 +170,22 @@ class Sweep:
             if "GrowthHook" in str(cfg.get("custom_hooks")):
                 raise InputError(f"{name} grows at fixed times: omit --lr-length")
             cfg = self.base.with_options(variant.options, length)
+            if self.args.amp:
+                set_autocast(cfg)
+            check_config(resolve(copy.deepcopy(cfg)))
         if hold and not variant.config:
             hold_out(cfg)
         cfg.optim_wrapper.optimizer.lr, cfg.randomness.seed = lr, seed
         hooks, cost = cfg.get("custom_hooks") or [], {"type": "CostHook"}
         cfg.custom_hooks = [*(hook for hook in hooks if hook != cost), cost]
-        imports = (cfg.get("custom_imports") or {}).get("imports", [])
-        cfg.custom_imports = {"imports": [*imports, "held_out"]}
         cfg.pop("work_dir")
-        text = str(cfg.to_dict()) + (start.digest if start else "")
-        for root in roots_of(cfg):  # data may be anywhere
-            text = text.replace(root, Path(root).name)
+        text = str(cfg.to_dict())
+        if "HeldOut" in text or "vit_conv_stem" in text:
+            imports = (cfg.get("custom_imports") or {}).get("imports", [])
+            cfg.custom_imports = {"imports": [*imports, "held_out"]}
+        for root in roots_of(cfg):  # data may be anywhere; a text is known by its name
+            text = text.replace(root, Path(root).name if self.base.language else "data")
+        text += start.digest if start else ""
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         folder = Path(self.args.work_dir, f"{name}_seed{seed}_{digest[:6]}")
         return Run(name, variant, lr, seed, hold, cfg, digest, folder, start)
@@ -255,7 +269,7 @@ class Sweep:
 
     def rows_of(self, run: Run) -> list[dict[str, Any]]:
         """Return the row of a run, and those of a nested model's smaller sizes."""
-        record, variant = run.record, run.variant
+        record, variant = {**environment(), **run.record}, run.variant
         noun = "sequences" if self.base.language else "images"
         names = {key: key.removeprefix("accuracy/").replace("/error", "_error") for key in record}
         figures = {own: record[key] for key, own in names.items() if re.fullmatch(COLUMNS, own)}
@@ -272,8 +286,8 @@ class Sweep:
             "text": Path(roots_of(run.config)[0]).name if self.base.language else "",
             "selected_on": "held-out" if self.several and not variant.config else "",
             "config": run.digest,
-            "torch": record.get("versions", {}).get("torch", torch.__version__),
-            "commit": record.get("commit", ""),
+            "torch": record["versions"]["torch"],
+            "commit": record["commit"],
             "batch_size": record.get(f"{noun}_per_step"),
             "examples": record.get(f"train_{noun}"),
             "parameters": sum(each.numel() for each in model.parameters()),
@@ -375,6 +389,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--seeds", type=whole_number(0), default=1, metavar="N", help="runs of each; or only rates")
     add("--variants", nargs="+", metavar="NAME", help="default: all")
     add_run(parser)
+    add("--amp", action="store_true", help="train under bfloat16 autocast")
     add("--check", nargs=2, metavar=("VARIANT", "SEED"), help="repeat a run, and compare it")
     add("--name", help="name of the sweep in the results (default: QUESTION_CONFIG)")
     add("--work-dir", type=Path, help="folder of the runs (default: work_dirs/NAME)")
@@ -382,6 +397,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     args.lr = sorted({*args.lr}) if args.lr else None
     if (args.lr_length or not args.seeds) and len(args.lr or ()) < 2:
         parser.error("--lr-length and --seeds 0 need several rates, as in --lr 0.001 0.002 0.004")
+    if args.launcher not in ("none", "pytorch"):
+        parser.error("--launcher: none, or pytorch, which takes all GPUs of a machine")
     args.config = find_config(args.config)
     args.name = args.name or f"{args.question}_{args.config.stem}"
     args.work_dir = args.work_dir or Path("work_dirs", args.name)

@@ -65,6 +65,19 @@ def test_of_two_writers_each_writes_a_whole(there, tmp_path):
     assert {each.name for each in tmp_path.iterdir()} == {"file", "folder"}
 
 
+def test_names_of_partial_files_are_no_trap(tmp_path, monkeypatch):
+    """A link or a folder that waits there is neither followed nor deleted."""
+    monkeypatch.setattr("secrets.token_hex", lambda _: "00000000")
+    (tmp_path / ".a.00000000.partial").symlink_to(tmp_path / "mine")
+    (tmp_path / ".b.00000000.partial").mkdir()
+    with pytest.raises(FileExistsError):
+        write_whole(tmp_path / "a", b"data")
+    with pytest.raises(FileExistsError), new_folder(tmp_path / "b"):
+        pass
+    assert not (tmp_path / "mine").exists()
+    assert (tmp_path / ".a.00000000.partial").is_symlink()
+
+
 def test_a_folder_that_cannot_be_made_names_the_option(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"cannot make .*file.*: choose another --out"):

@@ -35,7 +35,7 @@ sweep() { # NAME QUESTION CONFIG OPTIONS...: several processes share the runs; f
     local dir=$kit/runs/$1${RUNS:-} job
     for ((job = 0; job < ${JOBS:-10}; job++)); do
         step "$1" 10 ablations/sweep.py "$2" --config "configs/$3.py" --data-root "$kit/images" \
-            --name "$1" --work-dir "$dir" "${@:4}" &
+            --name "$1_gpu" --work-dir "$dir" "${@:4}" &
     done
     wait
     [[ ! -e $dir/results.csv ]] || cp "$dir/results.csv" "$out/$1.csv" # for report.py --add

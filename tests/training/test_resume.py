@@ -216,6 +216,21 @@ def test_a_run_that_is_told_to_stop_goes_on_exactly(
     assert not (tmp_path / "stopped.pth").exists()  # the next regular checkpoint took its place
 
 
+@pytest.mark.slow
+def test_two_processes_that_are_told_to_stop_go_on_exactly(train, tmp_path):
+    options = (*TWO, *OPTIONS, "train_cfg.max_epochs=60")
+    train(tmp_path / "whole", *options, launcher=TORCHRUN)
+    stopped = tmp_path / "stopped"
+    process = train.start(stopped, *options, launcher=TORCHRUN, start_new_session=True)
+    wait_for(process, stopped, 8)
+    os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=100)
+    assert "Stopped by a signal after iteration" in output
+    assert (stopped / "last_checkpoint").read_text() == str(stopped / "stopped.pth")
+    train(stopped, "--resume", *options, launcher=TORCHRUN)
+    assert losses(stopped) == losses(tmp_path / "whole")
+
+
 def rates(work_dir):
     return {step: record["lr"] for step, record in scalars(work_dir)[0].items()}
 
