@@ -22,14 +22,13 @@ def runs(tmp_path):
     """Returns a function that writes and reads runs: variants, results by seed, other columns."""
 
     def write(*groups):
-        path = tmp_path / "results.csv"
         rows = [
             {**ABOUT, "variant": name, "label": name, "seed": seed, "top1": value, **own}
             for name, values, own in groups
             for seed, value in enumerate(values)
         ]
-        pd.DataFrame(rows).to_csv(path, index=False)
-        return results.read(path)
+        pd.DataFrame(rows).to_csv(tmp_path / "results.csv", index=False)
+        return results.read(tmp_path / "results.csv")
 
     return write
 
@@ -40,16 +39,12 @@ def found(runs):
     return lambda *groups: report.sweeps(runs(*groups))
 
 
-def test_sigma_is_pooled_over_variants(runs):
+def test_sigma_is_pooled_and_a_family_counts_once_and_is_compared_by_seed(runs):
     rows = runs(("one", [1, 2, 3], {}), ("two", [2, 4, 6], {}))
     assert results.noise(rows) == (pytest.approx(2.5**0.5), 4)
-    gap = results.contrast(rows, {"one": 1, "two": -1})
     # Student's t at 97.5 % and four degrees of freedom is 2.7764.
-    assert gap.width == pytest.approx(2.7764 * (2.5 * 2 / 3) ** 0.5, rel=1e-4)
-    assert gap.value == -2
-
-
-def test_a_family_counts_once_and_is_compared_by_seed(runs):
+    width = results.contrast(rows, {"one": 1, "two": -1}).width
+    assert width == pytest.approx(2.7764 * (2.5 * 2 / 3) ** 0.5, rel=1e-4)
     family = {"family": "small"}
     rows = runs(
         ("small", [60, 70, 80], family),
@@ -57,16 +52,16 @@ def test_a_family_counts_once_and_is_compared_by_seed(runs):
         ("two", [11, 21, 32], family),
         ("alone", [10, 20, 30], {}),
     )
-    assert results.noise(rows)[1] == 4  # two for the family
+    whole, degrees = results.noise(rows)
+    assert degrees == 4  # two for the family
     # Two gains one more with the last seed: the squares of what is left add to (2/3)².
-    sigma, degrees = results.paired_noise(rows)
-    assert (sigma, degrees) == (pytest.approx(1 / 3), 4)
-    gap = results.contrast(rows, {"one": 1, "two": -1})
-    assert gap == pytest.approx((-4 / 3, sigma * (2 / 3) ** 0.5, 4))
-    unpaired = results.contrast(rows, {"one": 1, "alone": -1})
-    assert unpaired.error == pytest.approx(results.noise(rows)[0] * (2 / 3) ** 0.5)
-    both = results.contrast(rows, {"one": 1, "two": -1, "small": -1, "alone": 1})
-    assert both.error == pytest.approx(results.noise(rows)[0] * (4 / 3) ** 0.5)
+    assert results.paired_noise(rows) == (pytest.approx(1 / 3), 4)
+    for weights, value, error in (
+        ({"one": 1, "two": -1}, -4 / 3, 1 / 3 * (2 / 3) ** 0.5),
+        ({"one": 1, "alone": -1}, 0, whole * (2 / 3) ** 0.5),
+        ({"one": 1, "two": -1, "small": -1, "alone": 1}, -51.333, whole * (4 / 3) ** 0.5),
+    ):
+        assert results.contrast(rows, weights) == pytest.approx((value, error, 4), rel=1e-4)
 
 
 @pytest.mark.parametrize(
