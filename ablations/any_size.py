@@ -12,7 +12,7 @@ there, to be trained further. torch-pruning is a package of PyPI::
 import copy
 from argparse import Namespace
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,34 +26,29 @@ from torch import Tensor
 from tokenformer_vit.cli import run
 from tokenformer_vit.cli.arguments import Parser, add_model, whole_number
 from tokenformer_vit.growth import measure_usage, prune
-from tokenformer_vit.models import from_vit, to_vit
+from tokenformer_vit.models import from_vit
 from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.records import environment
 from tokenformer_vit.vision import compression
 from tokenformer_vit.vision.prediction import load_any
 
-Batches = Sequence[Tensor]
+METHODS = ("refit", "refit_equal", "usage", "torch-pruning")
+FITTED = ("", "refit", "refit_equal")  # the others vary more: a sweep of their own
 
 
-def refitted(vit: Any, images: Batches, share: float) -> Any:
-    """Do what ``tokenformer-vit compress`` does."""
-    return compression.smaller_models(from_vit(vit), images, [share])[share]
-
-
-def refitted_equally(vit: Any, images: Batches, share: float) -> Any:
-    """Do what ``compress --to-vit`` does."""
-    model = from_vit(vit)
-    return to_vit(compression.smaller_models(model, images, [share], like_vit=True)[share])
-
-
-def by_usage(vit: Any, images: Batches, share: float) -> Any:
-    """Keep the hidden neurons that add most to the outputs, equally many in each block."""
-    model = from_vit(vit)
+def smaller(method: str, vit: Any, images: Sequence[Tensor], share: float) -> Any:
+    """Make a model smaller, to a share of its FLOPs, by what fits or ranks with some images."""
+    if method == "torch-pruning":
+        return by_group_norm(vit, images, share)
+    model, like_vit = from_vit(vit), method == "refit_equal"  # as `compress --to-vit`
+    if method != "usage":
+        return compression.smaller_models(model, images, [share], like_vit=like_vit)[share]
+    # The hidden neurons that add most to the outputs stay, equally many in each block.
     count = compression.equal_count(model, share, compression.tokens_of(model, images[0]))
-    return to_vit(prune(model, measure_usage(model, images), {"ffn": count}))
+    return prune(model, measure_usage(model, images), {"ffn": count})
 
 
-def by_group_norm(vit: Any, images: Batches, share: float) -> Any:
+def by_group_norm(vit: Any, images: Sequence[Tensor], share: float) -> Any:
     """Prune hidden neurons and heads' channels by torch-pruning's group L2 norm."""
     import torch_pruning  # type: ignore[import-not-found]
 
@@ -75,15 +70,6 @@ def by_group_norm(vit: Any, images: Batches, share: float) -> Any:
     return pruned(least / 256)
 
 
-METHODS: dict[str, Callable[..., Any]] = {  # of a ViT, images to fit to, and a share of the FLOPs
-    "refit": refitted,
-    "refit_equal": refitted_equally,
-    "usage": by_usage,
-    "torch-pruning_inner": by_group_norm,
-}
-FITTED = ("", "refit", "refit_equal")  # the others vary more: a sweep of their own
-
-
 def measure(args: Namespace) -> list[dict[str, Any]]:
     """Make models smaller by each method, save those that timm can build, and return the rows."""
     whole = load_any(args.source, args.model, **args.model_kwargs).to(args.device)
@@ -92,8 +78,8 @@ def measure(args: Namespace) -> list[dict[str, Any]]:
     images = [*compression.tensor_batches(whole, fitted, **how)]
     models = {"whole": whole}
     for method, share in product(args.methods, args.flops):
-        small = models[f"{method}_{share:g}"] = METHODS[method](whole, images, share)
-        if not method.startswith("torch-pruning"):
+        small = models[f"{method}_{share:g}"] = smaller(method, whole, images, share)
+        if method != "torch-pruning":
             save_model(small, args.work_dir / f"{method}_{share:g}_seed{args.seed}")
     fused = {name: reparameterize_model(model) for name, model in models.items()}
     batches = compression.tensor_batches(whole, measured, **how)
@@ -123,7 +109,7 @@ def main(words: list[str]) -> None:
     add("images", metavar="IMAGES", help="as for tokenformer-vit compress")
     add("--seed", type=whole_number(0), required=True, help="of the training of MODEL")
     add("--flops", nargs="+", type=float, default=[0.67, 0.5], help="shares; default: 0.67 0.5")
-    add("--methods", nargs="+", choices=METHODS, default=[*METHODS])
+    add("--methods", nargs="+", choices=METHODS, default=METHODS)
     add("--fit-images", type=whole_number(1), default=400, metavar="N", help="default: 400")
     add("--work-dir", type=Path, default=Path("work_dirs/any_size"))
     args = parser.parse_args(words)

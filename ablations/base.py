@@ -16,7 +16,7 @@ from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.layers.block import layer_arguments
 from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.models.sizes import find_layers
-from tokenformer_vit.training.config import load_recipe
+from tokenformer_vit.training.config import load_recipe, set_autocast
 from tokenformer_vit.training.engine import MODELS, Config
 
 Options = dict[str, Any]  # by dotted key, as --cfg-options
@@ -40,8 +40,10 @@ class Variant:
 class Base:
     """A config with a TokenFormer, for images or language."""
 
-    def __init__(self, config: Any, options: Mapping[str, Any], **how: Any) -> None:
-        self.config, self.given, self.how = config, dict(options), how
+    def __init__(
+        self, config: Any, given: Mapping[str, Any], data_root: str | None = None, amp: bool = False
+    ) -> None:
+        self.config, self.given, self.data_root, self.amp = config, given, data_root, amp
         self.cfg = self.with_options({})
         self.language = "backbone" not in self.cfg["model"]
         self.prefix = "model.config." if self.language else "model.backbone."
@@ -63,13 +65,17 @@ class Base:
         self, options: Mapping[str, Any], length: float | None = None, config: str = ""
     ) -> Config:
         """Return the config with the command line's options, then with these."""
-        options, how = {**self.given, **options}, dict(self.how)
+        options, epochs = {**self.given, **options}, None
         if length and self.unit == "max_iters":
             options["train_cfg.max_iters"] = round(length)
         elif length:
-            how["epochs"] = max(1, round(length))
+            epochs = max(1, round(length))
             options.pop("train_cfg.max_epochs", None)
-        return load_recipe(config or self.config, options, **how)
+        how: Any = {"data_root": self.data_root, "epochs": epochs}
+        cfg = load_recipe(config or self.config, options, **how)
+        if self.amp:
+            set_autocast(cfg)
+        return cfg
 
     def build(self, cfg: Config) -> Any:
         """Build the model of a config without weights, to count parameters and FLOPs."""

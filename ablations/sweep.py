@@ -47,9 +47,9 @@ from tokenformer_vit.training.config import (
     find_config,
     loaders,
     resolve,
-    set_autocast,
 )
 from tokenformer_vit.training.engine import Config
+from tokenformer_vit.vision.datasets import HUB
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ("-m", "tokenformer_vit", "train")
@@ -101,7 +101,7 @@ class Sweep:
         self.args, self.failed, self.several = args, set[str](), len(args.lr or ()) > 1
         typed = {"train_dataloader.batch_size": args.batch_size, "compile_blocks": args.compile}
         args.cfg_options = args.cfg_options | {key: own for key, own in typed.items() if own}
-        self.base = Base(args.config, args.cfg_options, data_root=args.data_root)
+        self.base = Base(args.config, args.cfg_options, args.data_root, args.amp)
         question = QUESTIONS[args.question]
         self.variants = wanted(question(self.base), args.variants)
         self.about = {
@@ -116,8 +116,6 @@ class Sweep:
         self.configs, self.rates = {}, {}
         for name, variant in self.variants.items():
             cfg = self.base.with_options(variant.options, variant.length, variant.config)
-            if args.amp:
-                set_autocast(cfg)
             check(cfg)
             lr = cfg.optim_wrapper.optimizer.lr
             self.rates[name] = args.lr if args.lr and not variant.config else [lr]
@@ -170,9 +168,7 @@ class Sweep:
             if "GrowthHook" in str(cfg.get("custom_hooks")):
                 raise InputError(f"{name} grows at fixed times: omit --lr-length")
             cfg = self.base.with_options(variant.options, length)
-            if self.args.amp:
-                set_autocast(cfg)
-            check_config(resolve(copy.deepcopy(cfg)))
+            check(cfg)
         if hold and not variant.config:
             hold_out(cfg)
         cfg.optim_wrapper.optimizer.lr, cfg.randomness.seed = lr, seed
@@ -343,7 +339,7 @@ def check(cfg: Config) -> None:
     cfg = resolve(copy.deepcopy(cfg))
     check_config(cfg)
     for root in roots_of(cfg):
-        if not Path(root).exists() and "://" not in root:
+        if not (Path(root).exists() or HUB.fullmatch(root)):
             source = f"prepare them as the head of {cfg.filename} says, or give --data-root"
             raise InputError(f"there are no data in {root}: {source}")
     check_folders(cfg, ("train_dataloader", "val_dataloader"))
