@@ -32,13 +32,13 @@ from tokenformer_vit.records import environment
 from tokenformer_vit.vision import compression
 from tokenformer_vit.vision.prediction import load_any
 
-METHODS = ("refit", "refit_equal", "usage", "torch-pruning")
+METHODS = ("refit", "refit_equal", "usage", "torch-pruning_inner")
 FITTED = ("", "refit", "refit_equal")  # the others vary more: a sweep of their own
 
 
 def smaller(method: str, vit: Any, images: Sequence[Tensor], share: float) -> Any:
     """Make a model smaller, to a share of its FLOPs, by what fits or ranks with some images."""
-    if method == "torch-pruning":
+    if method == "torch-pruning_inner":
         return by_group_norm(vit, images, share)
     model, like_vit = from_vit(vit), method == "refit_equal"  # as `compress --to-vit`
     if method != "usage":
@@ -79,7 +79,7 @@ def measure(args: Namespace) -> list[dict[str, Any]]:
     models = {"whole": whole}
     for method, share in product(args.methods, args.flops):
         small = models[f"{method}_{share:g}"] = smaller(method, whole, images, share)
-        if method != "torch-pruning":
+        if method != "torch-pruning_inner":
             save_model(small, args.work_dir / f"{method}_{share:g}_seed{args.seed}")
     fused = {name: reparameterize_model(model) for name, model in models.items()}
     batches = compression.tensor_batches(whole, measured, **how)

@@ -42,7 +42,7 @@ def test_methods_are_measured_once(tmp_path):
 
 @pytest.mark.parametrize("method", any_size.METHODS)
 def test_a_method_keeps_its_share_of_the_flops(method):
-    if method == "torch-pruning":
+    if method == "torch-pruning_inner":
         pytest.importorskip("torch_pruning")
     vit = small_vit()
     small = any_size.smaller(method, vit, [torch.randn(8, 3, 16, 16)], 0.7)
