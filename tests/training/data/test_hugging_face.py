@@ -9,8 +9,6 @@ from tokenformer_vit.training.data.images import HuggingFaceImages
 
 from ...samples import CLASSES, write_parquet
 
-pytest.importorskip("pyarrow")
-pytest.importorskip("datasets")
 pytestmark = pytest.mark.usefixtures("arrow_cache", "scope")
 
 PIPELINE = [{"type": "LoadImage"}, {"type": "PackLabels"}]
@@ -28,7 +26,6 @@ OPTIONS = ("--cfg-options", "train_cfg.max_epochs=2", "train_dataloader.num_work
 def source(data_root, tmp_path_factory, session_seed, arrow_cache):
     """The images of ``data_root`` in a random order: two shards of training, one of validation."""
     root = tmp_path_factory.mktemp("parquet") / "source"
-    (root / "data").mkdir(parents=True)
     for split, folder, shards in (("train", "train", 2), ("validation", "val", 1)):
         files = sorted((data_root / folder).rglob("*.png"))
         files = np.random.default_rng(session_seed).permutation(files)
