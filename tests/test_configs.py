@@ -102,13 +102,10 @@ def test_header_is_the_record_of_the_experiment(name):
         assert int(gpus) * int(batch) * int(steps or 1) == images
 
 
-def readme_configs():
-    """Return the configs that configs/README.md shows."""
-    text = (CONFIGS / "README.md").read_text(encoding="utf-8")
-    return re.findall(r"```python\n(_base_.*?)```", text, re.DOTALL)
+README = (CONFIGS / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("text", readme_configs())
+@pytest.mark.parametrize("text", re.findall(r"```python\n(_base_.*?)```", README, re.DOTALL))
 def test_configs_of_the_readme_load_and_build(text, tmp_path):
     path = tmp_path / "own.py"
     path.write_text(text)
@@ -118,8 +115,7 @@ def test_configs_of_the_readme_load_and_build(text, tmp_path):
 
 
 def test_the_readme_names_every_config():
-    text = (CONFIGS / "README.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"`(\w+)\.py`", text)) == set(ALL_NAMES)
+    assert set(re.findall(r"`(\w+)\.py`", README)) == set(ALL_NAMES)
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)

@@ -143,7 +143,7 @@ def test_released_growth_draws_and_scales_as_the_released_code(theta):
         ({"num_ffn_param_tokens": 200, "init": "duplicate"}, "give a multiple, or init='zero_key'"),
         ({"freeze": "new"}, "freeze must be 'old' or None, but got 'new'"),
         ({"theta": "softmax"}, "softmax, which gives a zero key .* choose init='duplicate'"),
-        ({"num_ffn_param_tokens": [144, 160, 176]}, "has 3 numbers for 2 blocks"),
+        ({"num_ffn_param_tokens": [144, 160, 176]}, "has 3 numbers for 2 blocks: .* each block"),
         ({"nested": True, "num_ffn_param_tokens": [160, 128]}, "let these layers alone grow"),
     ],
 )
