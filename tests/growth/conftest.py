@@ -39,13 +39,6 @@ def logits(model, x, size=None):
         return model(x)
 
 
-def groups(model):
-    """One group with decay and one without, as timm makes them."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-
-
 def step(model, optimizer, times=1, x=None):
     """Train on fresh images, or on these four."""
     for _ in range(times):

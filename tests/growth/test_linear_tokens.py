@@ -17,17 +17,7 @@ from tokenformer_vit.layers.pattention import PER_PAIR, TOKENS
 from tokenformer_vit.models import from_vit
 from tokenformer_vit.models.sizes import set_size
 
-from .conftest import (
-    SHAPE,
-    assert_equal,
-    assert_same,
-    build,
-    copied,
-    groups,
-    images,
-    in_float64,
-    logits,
-)
+from .conftest import SHAPE, assert_equal, assert_same, build, copied, images, in_float64, logits
 
 
 def disturbed(model) -> Any:
@@ -60,8 +50,10 @@ def train(model, optimizer, x):
     optimizer.step()
 
 
-def adamw(model):
-    return torch.optim.AdamW(groups(model), lr=0.01)
+def adamw(model):  # without decay of biases
+    groups = ((0.5, lambda p: p.ndim > 1), (0.0, lambda p: p.ndim < 2))
+    of = [{"params": [*filter(f, model.parameters())], "weight_decay": w} for w, f in groups]
+    return torch.optim.AdamW(of, lr=0.01)
 
 
 @cases

@@ -13,7 +13,14 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, join_tokens
 from tokenformer_vit.layers.pattention import TOKENS
 
-from .conftest import assert_equal, build, copied, groups, images, step
+from .conftest import assert_equal, build, copied, images, step
+
+
+def groups(model):
+    """One group with decay and one without, as timm makes them."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
 
 def assert_in_order(model, optimizer):
