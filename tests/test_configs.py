@@ -61,6 +61,12 @@ def build_model(cfg):
         return MODELS.build({"data_preprocessor": cfg.data_preprocessor, **model})
 
 
+def decays_of(model, cfg):
+    """Return the weight decay of each parameter."""
+    groups = build_optim_wrapper(model, cfg.optim_wrapper).optimizer.param_groups
+    return {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
+
+
 def header(name):
     """Read the fields of a config's header; a field may continue over indented lines."""
     lines = []
@@ -96,13 +102,10 @@ def test_header_is_the_record_of_the_experiment(name):
         assert int(gpus) * int(batch) * int(steps or 1) == images
 
 
-def readme_configs():
-    """Return the configs that configs/README.md shows."""
-    text = (CONFIGS / "README.md").read_text(encoding="utf-8")
-    return re.findall(r"```python\n(_base_.*?)```", text, re.DOTALL)
+README = (CONFIGS / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("text", readme_configs())
+@pytest.mark.parametrize("text", re.findall(r"```python\n(_base_.*?)```", README, re.DOTALL))
 def test_configs_of_the_readme_load_and_build(text, tmp_path):
     path = tmp_path / "own.py"
     path.write_text(text)
@@ -112,8 +115,7 @@ def test_configs_of_the_readme_load_and_build(text, tmp_path):
 
 
 def test_the_readme_names_every_config():
-    text = (CONFIGS / "README.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"`(\w+)\.py`", text)) == set(ALL_NAMES)
+    assert set(re.findall(r"`(\w+)\.py`", README)) == set(ALL_NAMES)
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
@@ -129,19 +131,14 @@ def test_model_optimiser_and_hooks_are_built(name):
     if number:
         stated = int((number[1] or number[2]).replace(",", ""))
         assert sum(parameter.numel() for parameter in model.parameters()) == stated
-    optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
-    decays = {
-        id(parameter): group["weight_decay"]
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    decays = decays_of(model, cfg)
     # timm's rule, which the model states by itself.
     kept = {f"backbone.model.{parameter}" for parameter in backbone.no_weight_decay()}
     expected = cfg.optim_wrapper.optimizer.weight_decay
     for key, parameter in model.named_parameters():
         decays_not = parameter.ndim == 1 or key in kept
         if parameter.requires_grad:  # else the optimiser leaves it alone anyway
-            assert decays[id(parameter)] == (0 if decays_not else expected), key
+            assert decays[parameter] == (0 if decays_not else expected), key
     for hook in filter(None, cfg.default_hooks.values()):
         HOOKS.build(hook)
     for evaluator in (cfg.val_evaluator, cfg.test_evaluator):
@@ -328,8 +325,6 @@ def test_a_learned_tau_does_not_decay():
     cfg = load("imagenet_tiny")
     cfg.model.backbone.merge({"pattention_args": {"learn_tau": True, "key_init_scale": 0.5}})
     model = build_model(cfg)
-    optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
-    taus = {id(p) for name, p in model.named_parameters() if name.endswith(".tau")}
-    assert len(taus) == 5 * 12
-    groups = [group for group in optimizer.param_groups if taus & {*map(id, group["params"])}]
-    assert {group["weight_decay"] for group in groups} == {0}
+    decays = decays_of(model, cfg)
+    taus = [decays[p] for name, p in model.named_parameters() if name.endswith(".tau")]
+    assert taus == [0] * 5 * 12

@@ -143,7 +143,7 @@ def test_released_growth_draws_and_scales_as_the_released_code(theta):
         ({"num_ffn_param_tokens": 200, "init": "duplicate"}, "give a multiple, or init='zero_key'"),
         ({"freeze": "new"}, "freeze must be 'old' or None, but got 'new'"),
         ({"theta": "softmax"}, "softmax, which gives a zero key .* choose init='duplicate'"),
-        ({"num_ffn_param_tokens": [144, 160, 176]}, "has 3 numbers for 2 blocks"),
+        ({"num_ffn_param_tokens": [144, 160, 176]}, "has 3 numbers for 2 blocks: .* each block"),
         ({"nested": True, "num_ffn_param_tokens": [160, 128]}, "let these layers alone grow"),
     ],
 )
@@ -229,8 +229,6 @@ def test_a_second_growth_is_as_exact_as_the_first():
     assert not net.load_state_dict(new, strict=False).unexpected_keys  # a file of an adapter
     old = net.state_dict()["fc1.key_param_tokens"].clone()
     grow(net, {"fc1": 40, "fc2": None}, freeze="old", optimizer=optimizer)
-    with pytest.raises(InputError, match="from before the model's pairs changed"):
-        outputs.sum().backward()
     torch.testing.assert_close(net(x), outputs)
     assert optimizer.state_dict()["state"].keys() <= {0, 1, 2, 3}
     assert torch.equal(net.fc1.key_param_tokens[:24], old)

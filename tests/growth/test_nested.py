@@ -20,8 +20,6 @@ from tokenformer_vit.ops import THETAS
 
 from .conftest import LINEAR, assert_equal, build, copied, images, logits
 
-GROWN = {"num_qkv_param_tokens": 64, "num_proj_param_tokens": 64, "num_ffn_param_tokens": 256}
-
 
 @torch.no_grad()
 def with_own_taus(**kwargs):
@@ -100,7 +98,7 @@ def test_a_nested_model_grows_on_top():
     model, x = with_own_taus(nested=(0.5,)), images()
     before = [logits(model, x, size) for size in model.sizes]
     model.set_size(0.5)
-    grow(model, **GROWN)
+    grow(model, 64, 64, 256)
     assert torch.equal(logits(model, x), before[1])  # the size is reset
     assert model.sizes == (0.25, 0.5, 1.0)
     for size, expected in zip(model.sizes, before, strict=False):

@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import byte_tokenizer, check_tokens_agree, data, load_tokenizer
+from tokenformer_vit.language import byte_tokenizer, data, load_tokenizer
 from tokenformer_vit.language.tokenizers import encode, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("arrow_cache")
@@ -126,11 +126,7 @@ def test_tokenizers_encode_any_text_and_end_it(documents, tmp_path):
 
 
 def test_tokenizers_that_do_not_fit_are_refused(documents, tmp_path):
-    for name, texts in (("one", documents), ("other", ["zz yy xx " * 99])):
-        train_tokenizer(texts, 300).save_pretrained(tmp_path / name)
-    check_tokens_agree(tmp_path / "one", tmp_path / "one")
-    with pytest.raises(InputError, match=r"differ: token \d+ is .* with --tokenizer .*one"):
-        check_tokens_agree(tmp_path / "one", tmp_path / "other")
+    train_tokenizer(documents, 300).save_pretrained(tmp_path / "one")
     with pytest.raises(InputError, match=r"has 300 entries.* vocab_size is 299: give"):
         load_tokenizer(tmp_path / "one", 299)
     with pytest.raises(InputError, match=r"no readable tokenizer in .*absent"):

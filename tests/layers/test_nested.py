@@ -1,7 +1,5 @@
 """A layer with a size computes with its first pairs what an ordinary layer of them computes."""
 
-import copy
-
 import pytest
 import torch
 
@@ -66,30 +64,6 @@ def test_each_size_gives_the_learned_taus_their_gradient():
         layer.size, layer.tau.grad = size, None
         layer(x).square().sum().backward()
         assert (layer.tau.grad != 0).tolist() == [each == place for each in range(4)]
-
-
-@pytest.mark.parametrize("learned", [False, True])
-def test_tau_of_a_size_survives_casts_and_checkpoints(learned):
-    layer = build(learn_tau=learned)
-    tau, x = layer.tau.detach().clone(), torch.randn(5, 16)
-    layer.size = 0.5
-    expected = layer(x)
-    again = Pattention(16, 20, 48, nested=SIZES)
-    again.load_state_dict(layer.state_dict())
-    assert again.size == 1  # a size is not saved
-    again.size = 0.5
-    assert torch.equal(again(x), expected)
-    assert torch.equal(copy.deepcopy(layer)(x), expected)
-    layer.bfloat16().float()
-    assert torch.equal(layer.tau, tau)
-    with pytest.raises(RuntimeError, match=r"size mismatch for tau"):
-        Pattention(16, 20, 48, nested=(0.5,)).load_state_dict(layer.state_dict())
-
-
-def test_an_empty_layer_is_filled_again():
-    layer = Pattention(8, 8, 48, nested=SIZES, device="meta").to_empty(device="cpu")
-    layer.reset_parameters()
-    assert layer.tau.tolist() == pytest.approx([n**0.5 for n in NUMBERS])
 
 
 @pytest.mark.parametrize("nested", [(0,), (0.5, 0.25), (1.0,), (0.5, 0.5)])

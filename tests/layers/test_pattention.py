@@ -8,7 +8,7 @@ from torch import nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.arguments import counts_by_block, model_pattention_args
+from tokenformer_vit.layers.arguments import model_pattention_args
 from tokenformer_vit.layers.pattention import TOKENS, join_state_dict
 from tokenformer_vit.ops import THETAS, default_tau, pattention
 
@@ -37,11 +37,16 @@ def learn_tau(request):
     return request.param
 
 
+nested_or_not = pytest.mark.parametrize("nested", [(), (0.25, 0.5)])
+
+
+@nested_or_not
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_tau_survives_casts_and_checkpoints_bit_by_bit(dtype, learn_tau):
-    layer = Pattention(8, 8, 768, learn_tau=learn_tau)
+def test_tau_survives_casts_and_checkpoints_bit_by_bit(dtype, learn_tau, nested):
+    layer = Pattention(8, 8, 768, learn_tau=learn_tau, nested=nested)
     tau = layer.tau.detach().clone()
-    assert tau.to(torch.bfloat16).float() != tau
+    layer.size = 0.5
+    assert not torch.equal(tau.to(torch.bfloat16).float(), tau)
 
     layer.to(dtype)
     assert layer.key_param_tokens.dtype == dtype
@@ -50,14 +55,17 @@ def test_tau_survives_casts_and_checkpoints_bit_by_bit(dtype, learn_tau):
     assert layer(torch.randn(3, 8, dtype=dtype)).dtype == dtype
 
     for learned_there in (False, True):  # a checkpoint of one kind loads into the other
-        other = Pattention(8, 8, 768, tau=1.0, learn_tau=learned_there).to(dtype)
+        other = Pattention(8, 8, 768, tau=1.0, learn_tau=learned_there, nested=nested).to(dtype)
         other.load_state_dict(reload(layer.state_dict()))
         assert torch.equal(other.tau, tau)
         assert torch.equal(copy.deepcopy(other).float().tau, tau)
+        assert (other.size, copy.deepcopy(layer).size) == (1, 0.5)  # a size is not saved
+    with pytest.raises(RuntimeError, match="size mismatch for tau"):
+        Pattention(8, 8, 768, nested=(0.5,)).load_state_dict(layer.state_dict())
 
 
 @pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("nested", [(), (0.25, 0.5)])
+@nested_or_not
 def test_tau_survives_a_state_dict_that_another_tool_has_cast(nested, assign):
     layer, cast = Pattention(8, 8, 768, nested=nested), Pattention(8, 8, 768, nested=nested)
     halved = {name: tensor.bfloat16() for name, tensor in layer.state_dict().items()}
@@ -107,12 +115,14 @@ def test_tau_is_stored_and_learned_on_request_alone():
     assert [len(group["params"]) for group in groups if group["weight_decay"] == 0] == [1]
 
 
-def test_meta_construction_then_reset(learn_tau):
-    layer = Pattention(32, 32, 512, tau=3.5, learn_tau=learn_tau, device="meta")
+@nested_or_not
+def test_meta_construction_then_reset(learn_tau, nested):
+    how = {"tau": 3.5, "learn_tau": learn_tau, "nested": nested}
+    layer = Pattention(32, 32, 512, **how, device="meta")
     assert all(tensor.is_meta for tensor in layer.state_dict().values())
     layer.to(torch.bfloat16).to_empty(device="cpu")
     layer.reset_parameters()
-    assert layer.tau == 3.5
+    assert torch.equal(layer.tau, Pattention(32, 32, 512, **how).tau)
     assert layer.tau.dtype == torch.float32
     assert layer.key_param_tokens.dtype == torch.bfloat16
     assert layer(torch.randn(64, 32, dtype=torch.bfloat16)).isfinite().all()
@@ -130,12 +140,6 @@ def test_meta_construction_then_reset(learn_tau):
 def test_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         Pattention(8, 8, 8, **arguments)
-
-
-def test_lists_of_counts_fit_the_blocks():
-    assert counts_by_block(2, a=3, b=[4, None]) == [{"a": 3, "b": 4}, {"a": 3, "b": None}]
-    with pytest.raises(InputError, match=r"b has 3 numbers for 2 blocks: .* one for each block"):
-        counts_by_block(2, a=3, b=(4, 5, 6))
 
 
 def test_released_initialization_is_that_of_the_released_code(seed):

@@ -44,6 +44,11 @@ BACKBONE = {
     "model_name": "tokenformer_tiny",
     **{"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2},
 }
+HEAD = {
+    "type": "LabelHead",
+    **{"num_classes": 3, "in_channels": 24},
+    "loss": {"type": "LabelSmoothLoss", "label_smooth_val": 0.1, "mode": "original"},
+}
 SCHEDULE = [
     {"epoch": 1, "num_qkv_param_tokens": [30, 36], "num_ffn_param_tokens": 120},
     {"epoch": 2, "num_qkv_param_tokens": 48, "num_proj_param_tokens": 32},

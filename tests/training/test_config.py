@@ -115,7 +115,7 @@ def test_wrapped_data_are_read_through(changed):
     assert [each.data_root for each in datasets(cfg.val_dataloader.dataset)] == ["x", "y"]
     for loader in (cfg.train_dataloader, cfg.val_dataloader):
         assert all(".webp" in each.extensions for each in datasets(loader.dataset))
-        with pytest.raises(InputError, match="there is no folder x"):
+        with pytest.raises(InputError, match="there is no folder x: give `--data-root`"):
             check_folders(cfg, ("train_dataloader", "val_dataloader"))
 
 
@@ -260,5 +260,3 @@ def test_images_are_not_lost_without_a_word(config, tmp_path):
     (ant / "6.png").symlink_to(tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"ant/6\.png is a broken link: replace or delete it"):
         check_folders(cfg, ("train_dataloader",))
-    with pytest.raises(InputError, match=r"there is no folder .*/val: give `--data-root`"):
-        check_folders(cfg, ("val_dataloader",))

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import save_model
 
-from .conftest import BACKBONE
+from .conftest import BACKBONE, HEAD
 
 pytestmark = pytest.mark.usefixtures("scope")
 CLASSES = ["bright", "dark", "split"]
@@ -33,16 +33,12 @@ def export(folder, kind="vit", names=CLASSES, num_classes=3):
 
 
 def build(teacher, num_classes=3, token=False, **distillation):
-    kind = "small_distilled" if token else "tiny"
+    kind, head = ("small_distilled", "DistilledHead") if token else ("tiny", "LabelHead")
     model = {
         "type": "DistilledClassifier",
         "distillation": {"teacher": str(teacher), **distillation},
         "backbone": {**BACKBONE, "model_name": f"tokenformer_{kind}"},
-        "head": {
-            "type": "DistilledHead" if token else "LabelHead",
-            **{"num_classes": num_classes, "in_channels": 24},
-            "loss": {"type": "LabelSmoothLoss", "label_smooth_val": 0.1, "mode": "original"},
-        },
+        "head": {**HEAD, "type": head, "num_classes": num_classes},
         "data_preprocessor": {
             "type": "LabelPreprocessor",
             **{"mean": [100.0, 110.0, 120.0], "std": [50.0, 60.0, 70.0]},

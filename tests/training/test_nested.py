@@ -17,7 +17,7 @@ from tokenformer_vit.training.data.sampler import Seeded
 from tokenformer_vit.training.hooks import LazyRuntimeInfoHook
 from tokenformer_vit.training.metrics import AccuracyAndLoss
 
-from .conftest import BACKBONE
+from .conftest import BACKBONE, HEAD
 
 pytestmark = pytest.mark.usefixtures("scope")
 SIZES = (0.25, 0.5, 0.75, 1.0)
@@ -28,11 +28,7 @@ def build(backbone=None, **more):
     model = {
         "type": "NestedClassifier",
         "backbone": {**BACKBONE, "nested": SIZES[:-1], **(backbone or {})},
-        "head": {
-            "type": "LabelHead",
-            **{"num_classes": CLASSES, "in_channels": 24},
-            "loss": {"type": "LabelSmoothLoss", "label_smooth_val": 0.1, "mode": "original"},
-        },
+        "head": HEAD,
         **more,
     }
     return MODELS.build(model)

@@ -51,7 +51,6 @@ def shrink(cfg: Config) -> None:
 
 @pytest.fixture
 def run(tmp_path, command, shared_data, arrow_cache):
-    pytest.importorskip("datasets")
     data = shared_data("cifar10/plain_text")
 
     def run(name, *words, folder=None, **changes):

@@ -7,6 +7,7 @@ import torch
 from mmpretrain.registry import TRANSFORMS
 from PIL import Image
 from timm.data import create_transform
+from timm.data.auto_augment import auto_augment_policy
 from torchvision.transforms import InterpolationMode, v2
 
 from tokenformer_vit.training.config import load_config
@@ -81,3 +82,20 @@ def test_randaugment_is_that_of_mmpretrain(generator):
             found.append((changed[:, :, ::channels], np.random.rand()))  # noqa: NPY002
         np.testing.assert_array_equal(found[0][0], found[1][0])
         assert found[0][1] == found[1][1]
+
+
+def test_three_augment_is_timms(monkeypatch, generator):
+    steps = load_config("deit3_small").train_dataloader.dataset.pipeline
+    *_, choice, _, _ = map(TRANSFORMS.build, steps)
+    pixels = generator.integers(0, 256, (24, 20, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+
+    def gap(result, expected):
+        return np.abs(result.astype(int) - np.asarray(expected)).max()
+
+    solarize, gray, blur = (operations[0] for operations in auto_augment_policy("3a"))
+    choice.transforms[2].transforms[0].random_magnitude = lambda: 1.3
+    monkeypatch.setattr("random.uniform", lambda low, high: 1.3)
+    for index, operation in enumerate((gray, solarize, blur)):
+        choice.random_pipeline_index = lambda index=index: index
+        assert gap(choice({"img": pixels.copy()})["img"], operation(image)) <= (index == 0)

@@ -9,11 +9,8 @@ from tokenformer_vit.training.data.images import HuggingFaceImages
 
 from ...samples import CLASSES, write_parquet
 
-pytest.importorskip("pyarrow")
-pytest.importorskip("datasets")
 pytestmark = pytest.mark.usefixtures("arrow_cache", "scope")
 
-PIPELINE = [{"type": "LoadImage"}, {"type": "PackLabels"}]
 CONFIG = """
 _base_ = "{config}"
 own = dict(_delete_=True, type="HuggingFaceImages", data_root="")
@@ -28,7 +25,6 @@ OPTIONS = ("--cfg-options", "train_cfg.max_epochs=2", "train_dataloader.num_work
 def source(data_root, tmp_path_factory, session_seed, arrow_cache):
     """The images of ``data_root`` in a random order: two shards of training, one of validation."""
     root = tmp_path_factory.mktemp("parquet") / "source"
-    (root / "data").mkdir(parents=True)
     for split, folder, shards in (("train", "train", 2), ("validation", "val", 1)):
         files = sorted((data_root / folder).rglob("*.png"))
         files = np.random.default_rng(session_seed).permutation(files)
@@ -49,17 +45,14 @@ def train_parquet(train, config, source, tmp_path_factory):
     return runs
 
 
-def make(source, split="train", pipeline=PIPELINE, **options):
-    return HuggingFaceImages(str(source), split, pipeline=pipeline, **options)
-
-
 def test_subsets(source):
-    few = make(source, indices=[40, 3], pipeline=PIPELINE[:1])
-    whole = make(source, pipeline=PIPELINE[:1])
+    whole, few, last = (
+        HuggingFaceImages(str(source), "train", indices=indices, pipeline=[{"type": "LoadImage"}])
+        for indices in (None, [40, 3], -20)
+    )
     assert [sample["img_path"] for sample in few] == [whole[i]["img_path"] for i in (40, 3)]
     assert few[1]["sample_idx"] == 1
-    last = make(source, indices=-20).get_gt_labels().tolist()
-    assert last == whole.get_gt_labels().tolist()[-20:]
+    assert last.get_gt_labels().tolist() == whole.get_gt_labels().tolist()[-20:]
 
 
 def test_a_run_resumes_on_a_copy_from_the_hub(train_parquet, source, hub, tmp_path):

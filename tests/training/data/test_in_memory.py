@@ -5,11 +5,12 @@ import pytest
 import torch
 from mmpretrain.datasets import CustomDataset
 from mmpretrain.registry import TRANSFORMS
-from PIL import Image
 from torch import nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.training.data.images import ImagesInMemory, divide
+
+from ...samples import write_images
 
 pytestmark = pytest.mark.usefixtures("scope")
 CROP = {"type": "v2/RandomCrop", "size": 8, "padding": 2}
@@ -77,10 +78,8 @@ def test_other_transforms_are_refused(data_root):
         make(data_root, FLIP, {"type": "v2/RandomResizedCrop", "size": 8})
 
 
-def test_images_of_several_sizes_are_resized(tmp_path):
+def test_images_of_several_sizes_are_resized(tmp_path, generator):
     for size in (8, 9):
-        folder = tmp_path / "train" / str(size)
-        folder.mkdir(parents=True)
-        Image.new("RGB", (8, size)).save(folder / "0.png")
+        write_images(tmp_path / "train", (size, 8), {str(size): 1}, generator)
     resized = make(tmp_path, {"type": "EvalTransform", "input_size": (3, 6, 6), "crop_pct": 1.0})
     assert resized.__getitems__([0, 1])["inputs"].shape == (2, 3, 6, 6)
