@@ -37,6 +37,13 @@ def test_a_misspelt_option_is_refused(config, key, message):
         load_config(config, {key: 1})
 
 
+def test_an_option_may_follow_one_that_sets_its_type(config):
+    options = {"model.type": "NestedClassifier", "model.distill": True}
+    assert load_config(config, options).model.distill
+    with pytest.raises(InputError, match="no 'distill'"):
+        load_config(config, dict(reversed(options.items())))
+
+
 def test_an_option_may_add_what_a_type_takes(config):
     added = ("optim_wrapper.clip_grad.max_norm", "optim_wrapper.optimizer.amsgrad")
     added += ("model.backbone.init_values", "model.backbone.reg_tokens", "model.head.topk")
