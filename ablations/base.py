@@ -98,7 +98,7 @@ class Base:
             return training_flops(model.model, model.context_length)
         return training_flops(model.backbone.model)
 
-    def pairs(self, share: float = 1) -> Options:
+    def pairs(self, share: float) -> Options:
         """Return a share of all pairs, at least one per layer."""
         counts = self.shares(share).items()
         return {f"{self.prefix}{name}": count for name, count in counts}

@@ -1,4 +1,4 @@
-"""The charts of the results page; bars and bands are 95 % intervals."""
+"""The charts of the results page; bars are 95 % intervals."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from report import Sweep
 from results import FOLDER, Estimate
 
 LEADS = {  # sweeps of growing length
-    "AdamW": ("recipes_8_on_test", "recipes_20", "recipes_50", "recipes_100"),
+    "AdamW": ("early", "recipes_20", "recipes_50", "recipes_100"),
     "Muon": ("recipes_8", "recipes_20", "recipes_50", "recipes_100"),
     "AdamW, conv stem": ("stem_16", "stem_60"),
     "Muon, conv stem": ("stem_16", "stem_24"),
@@ -29,25 +29,24 @@ SIZED = {"alone": "alone_100", "nested, sandwich": "sandwich", "nested, Scala": 
 
 def draw(found: Mapping[str, Sweep]) -> None:
     """Draw all charts."""
-    with chart("accuracy", "TokenFormer − ViT: top-1 in points", xlabel="training FLOPs") as (
-        ends,
-    ):
+    title = "TokenFormer − ViT: top-1 in points"
+    with chart("accuracy", title, xlabel="training FLOPs") as (axes,):
         for label, names in LEADS.items():
             how, runs = label.partition(",")[0].lower(), [found[name] for name in names]
-            pair = f"tokenformer_{how}", f"vit_{how}"
-            leads = [sweep.difference(*pair)[0] for sweep in runs]
-            points(ends, [sweep.flops[pair[0]] for sweep in runs], leads, label)
-        ends.axhline(0, color="0.5")
-        ends.set_xscale("log")
+            part = ["" if name == "early" else f"_{how}" for name in names]
+            pairs = [(f"tokenformer{own}", f"vit{own}") for own in part]
+            leads = [s.difference(*pair)[0] for s, pair in zip(runs, pairs, strict=True)]
+            costs = [s.flops[pair[0]] for s, pair in zip(runs, pairs, strict=True)]
+            points(axes, costs, leads, label)
+        axes.axhline(0, color="0.5")
+        axes.set_xscale("log")
     rows = results.read().query("sweep in ('any_size', 'any_size_baselines') and seed > 0")
     with chart("any_size", "top-1 (%) without training", xlabel="FLOPs of an image") as (axes,):
         for method in ("refit", "refit_equal", "usage", "torch-pruning_inner"):
             own = rows[rows["variant"].str.fullmatch(rf"whole|{method}_[\d.]+")]
             means: Any = own.groupby("variant")[["forward_flops", "top1"]].mean()
-            means = means.sort_values("forward_flops")
-            axes.plot(
-                means["forward_flops"], means["top1"], marker="o", label=method.replace("_", " ")
-            )
+            places, values = means.sort_values("forward_flops").to_numpy().T
+            axes.plot(places, values, marker="o", label=method.replace("_", " "))
         axes.set(xlim=(0, None), ylim=(0, 100))
     with chart("nested", "top-1 (%) of each size", xlabel="FLOPs of an image") as (axes,):
         sweep, sizes = found["nested"], (25, 50, 75)

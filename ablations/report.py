@@ -67,12 +67,8 @@ class Sweep:
             second = results.contrast(their.best, {other: 1})
             error, degrees = math.hypot(first.error, second.error), min(first[2], second[2])
             found = Estimate(first.value - second.value, error, degrees)
-        lost = (
-            their.first["at_end"][other]
-            if found.value * self.sign > 0
-            else self.first["at_end"][one]
-        )
-        return found, found.clear and not lost
+        sweep, loser = (their, other) if found.value * self.sign > 0 else (self, one)
+        return found, found.clear and not sweep.first["at_end"][loser]
 
     def number(self, name: str) -> str:
         """Format the runs of a variant; those that diverged are missing."""
@@ -151,13 +147,10 @@ def measured(found: Mapping[str, Sweep], words: str) -> str:
         rows, unit = sweep.rows, sweep.unit
         search = rows.loc[rows["seed"] == rows["seed"].min(), unit].min()
         chosen = {"": "one rate", "test": "test data", "held-out": "held-out data"}
-        rates = chosen[
-            one["selected_on"]
-        ] + f", {search:g} {unit if search > 1 else unit[:-1]}" * bool(one["selected_on"])
-        of_all, paired = results.noise(sweep.best), results.paired_noise(sweep.best)
-        sigmas = [
-            f"{sigma:.2g} ({degrees})" if degrees else "" for sigma, degrees in (of_all, paired)
-        ]
+        rates, unit = chosen[one["selected_on"]], unit if search > 1 else unit[:-1]
+        rates += f", {search:g} {unit}" * bool(one["selected_on"])
+        noises = results.noise(sweep.best), results.paired_noise(sweep.best)
+        sigmas = [f"{sigma:.2g} ({free})" if free else "" for sigma, free in noises]
         base = f"`{one['base']}`" + f" `{one['options']}`" * bool(one["options"])
         machine = f"{one['hardware']}, {one['dtype']}, batch {one['batch_size']:.0f}"
         commits = [*dict.fromkeys("+".join(rows["commit"]).split("+")), *rows["torch"].unique()]

@@ -24,26 +24,15 @@ RUN = ["sweep", "variant", "lr", "seed"]  # the name of a run
 TEXTS = ["sweep", "title", "question", "base", "options", "variant", "label", "family", "start"]
 TEXTS += ["compare", "selected_on", "config", "commit", "torch", "date", "hardware", "cpu"]
 TEXTS += ["dtype", "text"]
-NUMBERS = [
-    "lr",
-    "seed",
-    "epochs",
-    "iterations",
-    "batch_size",
-    "examples",
-    "parameters",
-    "trainable",
-]
-NUMBERS += ["grown_to", "flops", "seconds", "paper", "top1"]
+NUMBERS = ["lr", "seed", "epochs", "iterations", "batch_size", "examples", "parameters"]
+NUMBERS += ["trainable", "grown_to", "flops", "seconds", "paper", "top1"]
 
 
 def read(path: Path = RESULTS) -> Any:
     """Read the rows; an empty cell is "" in columns of text, and NaN in the others."""
-    rows = pd.DataFrame()
+    rows, types = pd.DataFrame(), dict.fromkeys(TEXTS, str)
     if path.exists():
-        rows = pd.read_csv(
-            path, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=""
-        )
+        rows = pd.read_csv(path, dtype=types, keep_default_na=False, na_values="")
     rows = rows.reindex(columns=[*dict.fromkeys([*TEXTS, *NUMBERS, *rows])])
     rows[TEXTS] = rows[TEXTS].fillna("").astype(str)
     return rows

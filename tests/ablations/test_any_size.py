@@ -26,14 +26,14 @@ def test_methods_are_measured_once(tmp_path):
     for split in ("train", "val"):
         write_images(tmp_path / split, (16, 16), dict.fromkeys(CLASSES, 4), generator)
     save_model(small_vit(), tmp_path / "vit", CLASSES)
-    words = [f"{tmp_path}/vit", str(tmp_path), "--seed", "1", "--work-dir", f"{tmp_path}/work"]
+    words = [f"{tmp_path}/vit", str(tmp_path), "--seed", "1", "--work-dir", f"{tmp_path}/runs"]
     words += ["--methods", "refit_equal", "usage", "--flops", "0.8", "--device", "cpu"]
     any_size.main(words)
-    rows = results.read(tmp_path / "work/results.csv").set_index("variant")
+    rows = results.read(tmp_path / "runs/results.csv").set_index("variant")
     assert list(rows["sweep"]) == ["any_size", "any_size", "any_size_baselines"]
     assert rows["same_class"]["whole"] == 100
     assert rows["forward_flops"]["usage_0.8"] <= 0.8 * rows["forward_flops"]["whole"]
-    saved = timm.create_model(f"local-dir:{tmp_path}/work/usage_0.8_seed1", pretrained=True)
+    saved = timm.create_model(f"local-dir:{tmp_path}/runs/usage_0.8_seed1", pretrained=True)
     fused = timm.utils.reparameterize_model(saved)
     assert sum(map(torch.numel, fused.parameters())) == rows["parameters"]["usage_0.8"]
     with pytest.raises(any_size.results.InputError, match="has a row"):

@@ -289,14 +289,14 @@ class TokenFormerViTDistilled(TokenFormerViT, VisionTransformerDistilled):
         super().__init__(**kwargs)
 
 
-def draw_prefix_tokens(vit: Any, generator: torch.Generator | None = None) -> None:
+def draw_prefix_tokens(vit: Any) -> None:
     """Draw class and register tokens that have no position, as DeiT III, arXiv:2204.07118."""
     # With timm's 1e-6 they would stay below the root of the norm's eps, with gradients hundreds of
     # times as large as all others.
     if vit.no_embed_class or vit.pos_embed is None:
         for token in (vit.cls_token, vit.reg_token):
             if token is not None:
-                nn.init.trunc_normal_(token, std=0.02, generator=generator)
+                nn.init.trunc_normal_(token, std=0.02)
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, Tensor]:
