@@ -51,10 +51,10 @@ AFTER = "How accurate is it after an epoch of training?"
 Batches = Sequence[tuple[Tensor, Tensor]]  # images (B, C, H, W) and labels (B,)
 
 
-def refit(vit: Any, data: Batches, share: float, **how: Any) -> Any:
+def refit(vit: Any, data: Batches, shares: Sequence[float], **how: Any) -> dict[float, Any]:
     """Do what ``tokenformer-vit compress`` does."""
     images = [batch for batch, _ in data]
-    return compression.smaller_models(from_vit(vit), images, [share], **how)[share]
+    return compression.smaller_models(from_vit(vit), images, shares, **how)
 
 
 def usage(vit: Any, data: Batches, share: float) -> Any:
@@ -177,13 +177,20 @@ def fit(linear: nn.Linear, found: Any, kept: Tensor) -> None:
     linear.bias.copy_(target - mean[kept] @ weight)
 
 
-METHODS: Mapping[str, Callable[[Any, Batches, float], Any]] = {
+def each(
+    method: Callable[..., Any], vit: Any, data: Batches, shares: Sequence[float], **how: Any
+) -> dict[float, Any]:
+    """Make a model of each share."""
+    return {share: method(vit, data, share, **how) for share in shares}
+
+
+METHODS: Mapping[str, Callable[[Any, Batches, Sequence[float]], dict[float, Any]]] = {
     "refit": refit,
     "refit_equal": partial(refit, like_vit=True),  # as `compress --to-vit`
-    "snapvit": snapvit,
-    "usage": usage,
-    "torch-pruning_l2": torch_pruning,
-    "torch-pruning_taylor": partial(torch_pruning, taylor=True),
+    "snapvit": partial(each, snapvit),
+    "usage": partial(each, usage),
+    "torch-pruning_l2": partial(each, torch_pruning),
+    "torch-pruning_taylor": partial(each, torch_pruning, taylor=True),
 }
 
 
@@ -267,34 +274,35 @@ def measure(args: Namespace, path: Path) -> None:
     about |= {"dtype": "bfloat16 autocast", "family": "whole", "batch_size": args.batch_size}
     about |= {"examples": len(train)}
 
-    def add(model: Any, sweep: str, rate: float) -> None:
-        cost = total(model_costs(reparameterize_model(copy.deepcopy(model)), tokens))
-        found = exact if model is whole else classes(model, measured)
-        row = {**about, "sweep": sweep, "variant": variant, "label": label, "lr": rate}
-        row |= {"title": AFTER if rate else ABOUT, "epochs": int(rate > 0)}
-        row |= {"selected_on": "held-out" if rate or not args.seed else ""}
-        row |= {"parameters": cost.parameters, "forward_flops": cost.forward_flops}
-        row["top1"] = 100 * (found == labels).double().mean().item()
-        row["same_class"] = 100 * (found == exact).double().mean().item()
-        results.append([row], path)
-        print(f"{sweep}: {variant}, rate {rate:g}, seed {args.seed}: {row['top1']:.2f} %")
-
-    for method, share in [("whole", 1.0), *product(args.methods, args.flops)]:
-        variant = method if share == 1 else f"{method}_{share:g}"
-        label = method if share == 1 else f"{method}, {share:g} of the FLOPs"
+    def name(method: str, share: float, rate: float) -> dict[str, Any]:
         sweep = "any_size" if method in FITTED else "any_size_baselines"
-        rates = args.rates if share < 1 else []
-        runs = [(sweep, 0.0), *((f"{sweep}_epoch", rate) for rate in rates)]
-        keys = ("sweep", "variant", "lr", "seed")
-        left = []
-        for own, rate in runs:
-            name = dict(zip(keys, (own, variant, rate, args.seed), strict=True))
-            if results.find(results.read(path), name).empty:
-                left.append((own, rate))
-        if left:
-            small = whole if share == 1 else METHODS[method](whole, fitted, share)
-            for own, rate in left:
-                add(tune(small, trained, rate, args.seed) if rate else small, own, rate)
+        variant = method if share == 1 else f"{method}_{share:g}"
+        found = (f"{sweep}_epoch" if rate else sweep, variant, rate, args.seed)
+        return dict(zip(results.RUN, found, strict=True))
+
+    for method in ("whole", *args.methods):
+        shares, rates = (args.flops, [0.0, *args.rates]) if method in METHODS else ([1.0], [0.0])
+        rows, left = results.read(path), dict[float, list[float]]()
+        for share, rate in product(shares, rates):
+            if results.find(rows, name(method, share, rate)).empty:
+                left.setdefault(share, []).append(rate)
+        if method in METHODS:
+            models = METHODS[method](whole, fitted, [*left]) if left else {}
+        else:
+            models = dict.fromkeys(left, whole)
+        for share, rate in ((own, rate) for own, rates in left.items() for rate in rates):
+            model = models[share]
+            cost = total(model_costs(reparameterize_model(copy.deepcopy(model)), tokens))
+            found = classes(tune(model, trained, rate, args.seed) if rate else model, measured)
+            row = {**about, **name(method, share, rate), "epochs": int(rate > 0)}
+            row["label"] = method if share == 1 else f"{method}, {share:g} of the FLOPs"
+            row |= {"title": AFTER if rate else ABOUT, "parameters": cost.parameters}
+            row |= {"forward_flops": cost.forward_flops}
+            row["selected_on"] = "held-out" if rate or not args.seed else ""
+            row["top1"] = 100 * (found == labels).double().mean().item()
+            row["same_class"] = 100 * (found == exact).double().mean().item()
+            results.append([row], path)
+            print("{variant}, rate {lr:g}, seed {seed}: {top1:.2f} %".format(**row), flush=True)
 
 
 if __name__ == "__main__":

@@ -117,19 +117,46 @@ def nested(base: Base) -> Variants:
     """Does one training give several sizes, each as good as a model of this size alone?
 
     By the sandwich rule (arXiv:1903.05134), or with Scala's distillation (arXiv:2412.04786): a
-    smaller size also learns what a larger one predicts.
+    smaller size also learns what a larger one predicts. Of the ViT hidden neurons are nested.
     """
     found = {
         f"alone_{100 * share:g}": Variant(f"alone, {share:g}", base.pairs(share)) for share in SIZES
     }
     found["alone_100"] = Variant("alone, 1", family="alone_100")
-    sized = {"model.type": "NestedClassifier", "model.backbone.nested": list(SIZES)}
+    classifier, sizes = {"model.type": "NestedClassifier"}, list(SIZES)
+    vit = {**base.vit()["model.backbone"], "type": "NestedViT", "nested": sizes}
+    text, options = "nested ViT, as MatFormer", {**classifier, "model.backbone": vit}
+    found["vit_nested"] = Variant(text, options, compare=("alone_100",), family="vit_nested")
+    sized = {**classifier, "model.backbone.nested": sizes}
     for name, label, options, family in (
         ("sandwich", "nested, sandwich", sized, "sandwich"),
         # Its first tenth is the training of all pairs alone.
         ("scala", "nested, Scala's distillation", sized | {"model.distill": True}, "alone_100"),
     ):
-        found[name] = Variant(label, options, compare=("alone_100",), family=family)
+        compare = ("alone_100", "vit_nested")
+        found[name] = Variant(label, options, compare=compare, family=family)
+    return found
+
+
+def adapters(base: Base) -> Variants:
+    """Which few new weights adapt a pretrained ViT?
+
+    Beside a new head, as many in each variant: linear tokens of rank 8 in q, k, v and o, from zero
+    keys or as LoRA, hidden neurons of the feed-forward part, or half of both.
+    """
+    backbone = "model.backbone."
+    found = {"head": Variant("head alone", {f"{backbone}frozen": True})}
+    for name, label, rank, neurons, options in (
+        ("lora", "LoRA of q, k, v, o", 8, 0, {f"{backbone}type": "LoRA"}),
+        ("linear", "linear tokens of q, k, v, o", 8, 0, {}),
+        ("gelu", "pairs of the feed-forward part", 0, 32, {}),
+        ("both", "half of both", 4, 16, {}),
+    ):
+        new = zip(base.counts.items(), (rank, rank, neurons), strict=True)
+        growth = {key: count + more for (key, count), more in new} | {"freeze": "old"}
+        others = {"lora": ("head",), "linear": ("head", "lora")}.get(name, ("head", "linear"))
+        options = {**options, f"{backbone}growth": growth}
+        found[name] = Variant(label, options, compare=others)
     return found
 
 
@@ -166,5 +193,6 @@ def mae(base: Base) -> Variants:
 
 
 QUESTIONS: dict[str, Callable[[Base], Variants]] = {
-    each.__name__: each for each in (softmax, layernorm, recipes, sizes, one_step, nested, mae)
+    each.__name__: each
+    for each in (softmax, layernorm, recipes, sizes, one_step, nested, adapters, mae)
 }

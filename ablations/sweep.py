@@ -27,7 +27,7 @@ from pathlib import Path
 from pprint import pformat
 from typing import Any
 
-import held_out  # noqa: F401  registers a ViT
+import parts  # noqa: F401  registers models
 import report
 import results
 import torch
@@ -36,9 +36,11 @@ from filelock import FileLock, Timeout
 from questions import QUESTIONS
 from tqdm import tqdm
 
+from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.cli import run as run_command
 from tokenformer_vit.cli.arguments import Parser, add_run, whole_number
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.sizes import at_size
 from tokenformer_vit.records import environment
 from tokenformer_vit.training.config import (
     check_config,
@@ -176,9 +178,9 @@ class Sweep:
         cfg.custom_hooks = [*(hook for hook in hooks if hook != cost), cost]
         cfg.pop("work_dir")
         text = str(cfg.to_dict())
-        if "HeldOut" in text or "vit_conv_stem" in text:
+        if re.search("HeldOut|vit_conv_stem|NestedViT|'LoRA'", text):
             imports = (cfg.get("custom_imports") or {}).get("imports", [])
-            cfg.custom_imports = {"imports": [*imports, "held_out"]}
+            cfg.custom_imports = {"imports": [*imports, "parts"]}
         for root in roots_of(cfg):  # data may be anywhere; a text is known by its name
             text = text.replace(root, Path(root).name if self.base.language else "data")
         text += start.digest if start else ""
@@ -291,12 +293,18 @@ class Sweep:
             # The time of a run that was interrupted is only that since then.
             "seconds": None if record.get("resumed_at_iteration") else record.get("seconds"),
         }
+        if of_classes := hasattr(model, "head"):
+            inner = model.backbone.model
+            row["forward_flops"] = total(model_costs(inner)).forward_flops
         rows = [row]
-        for key in record if not run.held_out else ():  # a nested model, at its smaller sizes
-            if size := re.fullmatch(r"(?:accuracy/)?top1_at_([\d.]+)", key):
-                name, share = f"{run.name}_{100 * float(size[1]):g}", size[1]
-                own = {"variant": name, "label": f"{variant.label}, {share}", "top5": None}
-                own |= {"top1": record[key], "compare": f"alone_{100 * float(share):g}"}
+        for key in record if of_classes and not run.held_out else ():
+            if size := re.fullmatch(r"accuracy/top1_at_([\d.]+)", key):  # of a nested model
+                percent, same = f"{100 * float(size[1]):g}", "nested" in run.config.model.backbone
+                own = {"variant": f"{run.name}_{percent}", "label": f"{variant.label}, {size[1]}"}
+                own |= {"top1": record[key], "top5": None}
+                own["compare"] = f"alone_{percent}" * same
+                with at_size(inner, float(size[1])):
+                    own["forward_flops"] = total(model_costs(inner)).forward_flops
                 rows.append({**row, **own})
         return rows
 

@@ -109,10 +109,13 @@ def test_trainings_find_what_their_configs_import(run, monkeypatch):
     monkeypatch.setattr(sweep, "TRAIN", TRAIN)
     shutil.rmtree("data/digits")
     cli.main(["prepare-data", "--digits", "data/digits"])
-    _, rows = run("nested", "--variants", "sandwich", "--lr", "1e-3", "4e-3")
+    _, rows = run("nested", "--variants", "sandwich", "vit_nested", "--lr", "1e-3", "4e-3")
     assert list(rows["examples"].unique()) == [1294, 1437]
     assert rows["flops"].max() == pytest.approx(rows["flops"].min() * 1437 / 1294, rel=0.1)
-    assert {"sandwich_25", "sandwich_75"} < {*rows["variant"]}
+    whole = rows[rows["seed"] == 1].set_index("variant")["forward_flops"]
+    assert whole["sandwich"] == whole["vit_nested"]
+    # Attention stays whole in the ViT: of hidden neurons and of all pairs a quarter stays.
+    assert whole["sandwich_25"] < whole["vit_nested_25"] < whole["sandwich_75"] < whole["sandwich"]
 
 
 @pytest.mark.parametrize(
