@@ -367,7 +367,8 @@ class Pattention(nn.Module):
             act: GELU, exact or by tanh; InputError for another function.
             **kwargs: Other arguments of the layer, such as ``kind``.
         """
-        grid = torch.linspace(-6, 6, 97, device=fc1.weight.device)
+        device = "cpu" if fc1.weight.is_meta else fc1.weight.device
+        grid = torch.linspace(-6, 6, 97, device=device)
         found = {name: THETAS[name].weights(grid, grid, 0.0) for name in ("gelu", "gelu_tanh")}
         errors = {name: (found[name] - act(grid.clone())).abs().max().item() for name in found}
         theta = min(errors, key=lambda name: errors[name])
