@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pandas as pd
 import results
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
@@ -24,13 +25,22 @@ ONE_STEP = {  # at the end; the growths are after 80, 50 and 25 % of the trainin
     "grown by random pairs": ("released_80", "released_50", "released_25"),
     "ViT or Transformer, Net2Net": ("net2net_80", "net2net_50", "net2net_25", "reference"),
 }
+METHODS = {
+    "refit": "refit",
+    "refit_equal": "refit, as a plain ViT",
+    "snapvit": "heads and neurons, refitted",
+    "usage": "neurons by usage",
+    "torch-pruning_l2": "Torch-Pruning, L2",
+    "torch-pruning_taylor": "Torch-Pruning, Taylor",
+}
+TIME = "milliseconds of an image"
 SIZED = {"alone": "alone_100", "nested, sandwich": "sandwich", "nested, Scala": "scala"}
 
 
 def draw(found: Mapping[str, Sweep]) -> None:
     """Draw all charts."""
     title = "TokenFormer − ViT: top-1 in points"
-    with chart("accuracy", title, xlabel="training FLOPs") as (axes,):
+    with chart("accuracy", title, xlabel=["training FLOPs"]) as (axes,):
         for label, names in LEADS.items():
             how, runs = label.partition(",")[0].lower(), [found[name] for name in names]
             part = ["" if name == "early" else f"_{how}" for name in names]
@@ -40,24 +50,29 @@ def draw(found: Mapping[str, Sweep]) -> None:
             points(axes, costs, leads, label)
         axes.axhline(0, color="0.5")
         axes.set_xscale("log")
-    rows = results.read().query("sweep in ('any_size', 'any_size_baselines') and seed > 0")
-    with chart("any_size", "top-1 (%) without training", xlabel="FLOPs of an image") as (axes,):
-        for method in ("refit", "refit_equal", "usage", "torch-pruning_inner"):
-            own = rows[rows["variant"].str.fullmatch(rf"whole|{method}_[\d.]+")]
-            means: Any = own.groupby("variant")[["forward_flops", "top1"]].mean()
-            places, values = means.sort_values("forward_flops").to_numpy().T
-            axes.plot(places, values, marker="o", label=method.replace("_", " "))
-        axes.set(xlim=(0, None), ylim=(0, 100))
-    with chart("nested", "top-1 (%) of each size", xlabel="FLOPs of an image") as (axes,):
-        sweep, sizes = found["nested"], (25, 50, 75)
+    title = "top-1 (%) without training"
+    with chart("any_size", title, title, xlabel=("FLOPs of an image", TIME)) as panels:
+        for method, label in METHODS.items():
+            own = [found[name].means for name in ("any_size", "any_size_baselines")]
+            means = pd.concat(own).filter(regex=rf"^(whole|{method}_[\d.]+)$", axis=0)
+            seconds = found["any_size_ms_32"].means["milliseconds"].reindex(means.index)
+            for axes, places in zip(panels, (means["forward_flops"], seconds), strict=True):
+                order = places.dropna().sort_values().index
+                if len(order) > 1:
+                    axes.plot(places[order], means["top1"][order], marker="o", label=label)
+                axes.set(xlim=(0, None), ylim=(0, 100))
+    title = "top-1 (%) of each size"
+    with chart("nested", title, title, xlabel=("FLOPs of an image", TIME)) as panels:
+        sweep, sizes, times = found["nested"], (25, 50, 75), found["nested_ms_128"].means
         alone = [*(f"alone_{size}" for size in sizes), "alone_100"]
         images = sweep.means["iterations"] * sweep.means["batch_size"]
-        places = sweep.flops[alone] / images[alone] / 3  # a step costs three forward passes
+        flops = sweep.flops[alone] / images[alone] / 3  # a step costs three forward passes
         for label, whole in SIZED.items():
             names = alone if label == "alone" else [*(f"{whole}_{n}" for n in sizes), whole]
-            points(axes, places, [value(sweep, name) for name in names], label)
+            for axes, places in zip(panels, (flops, times["milliseconds"][alone]), strict=True):
+                points(axes, places, [value(sweep, name) for name in names], label)
     titles = "images: top-1 (%)", "text: perplexity"
-    with chart("growth", *titles, xlabel="training FLOPs") as panels:
+    with chart("growth", *titles, xlabel=["training FLOPs"] * 2) as panels:
         for axes, name in zip(panels, ("one_step", "lm_one_step"), strict=True):
             for label, names in ONE_STEP.items():
                 places = found[name].flops[[*names]]
@@ -76,7 +91,7 @@ def points(axes: Any, places: Any, values: Sequence[Estimate], label: str) -> No
 
 
 @contextmanager
-def chart(name: str, *titles: str, xlabel: str) -> Iterator[list[Any]]:
+def chart(name: str, *titles: str, xlabel: Sequence[str]) -> Iterator[list[Any]]:
     """Yield a panel for each title; then add the legends and write the figure."""
     figure = Figure(figsize=(5.5 * len(titles), 3.8), layout="constrained")
     panels = list(figure.subplots(1, len(titles), squeeze=False)[0])
@@ -84,9 +99,9 @@ def chart(name: str, *titles: str, xlabel: str) -> Iterator[list[Any]]:
         axes.set_title(title)
         axes.grid(alpha=0.3)
     yield panels
-    for axes in panels:
+    for axes, label in zip(panels, xlabel, strict=True):
         axes.legend(fontsize="small")
-        axes.set_xlabel(xlabel)
+        axes.set_xlabel(label)
         axes.xaxis.set_major_formatter(EngFormatter())
     path = FOLDER / "figures" / f"{name}.png"
     figure.savefig(path, dpi=90, metadata={"Software": None})

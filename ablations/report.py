@@ -42,7 +42,7 @@ class Sweep:
 
     def __init__(self, rows: Any) -> None:
         self.rows, self.best, self.metric = rows, results.at_best(rows), results.metric_of(rows)
-        self.sign = -1 if self.metric == "perplexity" else 1  # of a difference that is a gain
+        self.sign = -1 if self.metric in results.LOWER else 1  # of a difference that is a gain
         runs = self.best.groupby("variant", sort=False)
         self.first, self.means = runs.first(), runs.mean(numeric_only=True)
         self.flops, self.n = results.with_starts(self.best), runs.size()

@@ -26,6 +26,7 @@ TEXTS += ["compare", "selected_on", "config", "commit", "torch", "date", "hardwa
 TEXTS += ["dtype", "text"]
 NUMBERS = ["lr", "seed", "epochs", "iterations", "batch_size", "examples", "parameters"]
 NUMBERS += ["trainable", "grown_to", "flops", "seconds", "paper", "top1"]
+LOWER = ("perplexity", "milliseconds")  # results that are better if lower
 
 
 def read(path: Path = RESULTS) -> Any:
@@ -65,14 +66,14 @@ def append(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def metric_of(rows: Any) -> str:
     """Return the result that runs are compared by."""
-    return "perplexity" if "perplexity" in rows and rows["perplexity"].notna().any() else "top1"
+    return next((m for m in LOWER if m in rows and rows[m].notna().any()), "top1")
 
 
 def best_rates(rows: Any) -> Any:
     """Return the rate of each variant's best run; of equal ones, the lowest."""
     metric = metric_of(rows)
     ranked = rows.dropna(subset=[metric])
-    ranked = ranked.sort_values([metric, "lr"], ascending=[metric == "perplexity", True])
+    ranked = ranked.sort_values([metric, "lr"], ascending=[metric in LOWER, True])
     return ranked.drop_duplicates("variant").set_index("variant")["lr"]
 
 
