@@ -59,7 +59,8 @@ def main(words: list[str]) -> None:
     embed: Any = next(iter(models.values()))().patch_embed
     machine = environment(device)
     about: dict[str, Any] = {key: machine[key] for key in ("date", "commit", "hardware")}
-    about |= {"torch": torch.__version__, "question": "milliseconds", "dtype": "float32"}
+    about |= {"torch": torch.__version__, "question": "milliseconds", "base": first}
+    about |= {"dtype": "float32"}
     about |= {"title": str(__doc__).splitlines()[0], "seed": 0, "lr": 0.0}
     for size in args.batch_sizes:
         images = torch.randn(size, 3, *embed.img_size, device=device)
