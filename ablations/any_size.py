@@ -33,6 +33,7 @@ from tqdm import tqdm
 from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.cli import run
 from tokenformer_vit.cli.arguments import Parser, add_model, whole_number
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import measure_usage, prune
 from tokenformer_vit.growth.refit import LEAST_SCALE, moments, removal_order, solve
 from tokenformer_vit.models import from_vit
@@ -55,6 +56,11 @@ def refit(vit: Any, data: Batches, shares: Sequence[float], **how: Any) -> dict[
     """Do what ``tokenformer-vit compress`` does."""
     images = [batch for batch, _ in data]
     return compression.smaller_models(from_vit(vit), images, shares, **how)
+
+
+def refit_equal(vit: Any, data: Batches, share: float) -> Any:
+    """Do what ``compress --to-vit`` does."""
+    return refit(vit, data, [share], like_vit=True)[share]
 
 
 def usage(vit: Any, data: Batches, share: float) -> Any:
@@ -180,13 +186,19 @@ def fit(linear: nn.Linear, found: Any, kept: Tensor) -> None:
 def each(
     method: Callable[..., Any], vit: Any, data: Batches, shares: Sequence[float], **how: Any
 ) -> dict[float, Any]:
-    """Make a model of each share."""
-    return {share: method(vit, data, share, **how) for share in shares}
+    """Make a model of each share that the method can reach."""
+    found = {}
+    for share in shares:
+        try:
+            found[share] = method(vit, data, share, **how)
+        except InputError as error:  # attention, which stays whole, is more than this
+            print(f"{share:g}: {error}")
+    return found
 
 
 METHODS: Mapping[str, Callable[[Any, Batches, Sequence[float]], dict[float, Any]]] = {
     "refit": refit,
-    "refit_equal": partial(refit, like_vit=True),  # as `compress --to-vit`
+    "refit_equal": partial(each, refit_equal),
     "snapvit": partial(each, snapvit),
     "usage": partial(each, usage),
     "torch-pruning_l2": partial(each, torch_pruning),
@@ -290,7 +302,7 @@ def measure(args: Namespace, path: Path) -> None:
             models = METHODS[method](whole, fitted, [*left]) if left else {}
         else:
             models = dict.fromkeys(left, whole)
-        for share, rate in ((own, rate) for own, rates in left.items() for rate in rates):
+        for share, rate in ((own, rate) for own in models for rate in left[own]):
             model = models[share]
             cost = total(model_costs(reparameterize_model(copy.deepcopy(model)), tokens))
             found = classes(tune(model, trained, rate, args.seed) if rate else model, measured)
