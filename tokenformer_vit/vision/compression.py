@@ -204,11 +204,10 @@ def tensor_batches(
     model: nn.Module, samples: Samples, batch_size: int, device: torch.device
 ) -> Iterator[Tensor]:
     """Read images with the model's evaluation transform, all or none; yield (B, C, H, W)."""
-    for batch in read_images(samples, resolve_input_data_config(model), batch_size):
-        for _, image in batch:
-            if isinstance(image, InputError):
-                raise image
-        yield torch.stack([image for _, image in batch]).to(device)  # type: ignore[misc]
+    for found, images in read_images(samples, resolve_input_data_config(model), batch_size):
+        if errors := [error for _, error in found if error]:
+            raise errors[0]
+        yield images.to(device)
 
 
 @torch.inference_mode()
