@@ -13,7 +13,7 @@ from timm.data import resolve_input_data_config
 from torch import Tensor, nn
 
 from tokenformer_vit.benchmarking.benchmark import measure_rounds, short
-from tokenformer_vit.benchmarking.costs import model_costs, total
+from tokenformer_vit.benchmarking.costs import layer_products, model_costs, total
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers, refit, removal_costs
 
@@ -109,7 +109,7 @@ def choose_counts(
         numbers = {max(1, round(len(lost) * each / GRID)) for each in range(1, GRID + 1)}
         points = []  # of equal ones, the highest number first
         for number in sorted(numbers, reverse=True):
-            products = sum(_products(layers[name], number) for name in names)
+            products = sum(layer_products(layers[name], number) for name in names)
             points.append((2 * tokens * products, errors[number], number))
         options.append((names, points))
     whole = flops_of(model, tokens)
@@ -132,13 +132,6 @@ def choose_counts(
             low, high = (low, middle) if best_at(10**middle)[0] <= share else (middle, high)
         found[share] = best_at(10**high)[1]
     return found
-
-
-def _products(layer: Any, number: int) -> int:
-    """Return the multiplications of a layer with so many pairs for a token, fused if cheaper."""
-    products = number * (layer.in_features + layer.out_features)
-    fused = layer.in_features * layer.out_features
-    return min(products, fused) if layer.theta == "linear" else products
 
 
 @torch.enable_grad()
