@@ -7,6 +7,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from timm.data import resolve_input_data_config
@@ -67,12 +68,11 @@ def smaller_models(
     return {share: refit(copy.deepcopy(model), batches, each) for share, each in counts.items()}
 
 
-def equal_count(model: Any, flops: float, tokens: int | None = None) -> int:
+def equal_count(model: Any, flops: float, tokens: int) -> int:
     """Choose one number of pairs for all feed-forward layers, for a share of the model's FLOPs."""
     layers = [block.mlp for block in model.blocks]
-    rows: int = tokens or model.patch_embed.num_patches + model.num_prefix_tokens
-    pair = 2 * rows * sum(layer.in_features + layer.out_features for layer in layers)
-    count = int(layers[0].num_param_tokens - (1 - flops) * flops_of(model, rows) / pair)
+    pair = 2 * tokens * sum(layer.in_features + layer.out_features for layer in layers)
+    count = int(layers[0].num_param_tokens - (1 - flops) * flops_of(model, tokens) / pair)
     if count < 1:
         raise InputError(f"no feed-forward pair is left at {flops:g} of the FLOPs: give more")
     return count
@@ -157,36 +157,33 @@ def output_slopes(model: Any, batches: Iterable[Tensor]) -> dict[str, float]:
     return dict(zip(outputs, torch.stack(squares).mean(dim=0).tolist(), strict=True))
 
 
-def is_nested(model: Any) -> bool:
-    """Return whether a model was trained with nested sizes."""
-    return len(getattr(model, "sizes", ())) > 1
-
-
-def divide_images(source: str, most: int) -> tuple[Samples, Samples]:
+def divide_images(source: str, most: int) -> tuple[LabelledImages, LabelledImages]:
     """Return images to fit to, and others to measure with: of train and val, or two parts of all.
 
     The first are drawn at random, ``most`` of them, or half of all if there is one part.
     """
     splits = find_splits(source)
-    one = next((name for name in ("train", "val", *splits) if name in splits), "")
-    found: Any = open_images(source, one) if splits else list_images([source])
-    others: Any = open_images(source, "val") if {"train", "val"} <= splits.keys() else None
+    if splits:
+        one = next(name for name in ("train", "val", *splits) if name in splits)
+        found = open_images(source, one)
+    else:
+        files = list_images([source])
+        found = LabelledImages(files, np.zeros(len(files), np.int64), (), source, "")
     order = random.Random(0).sample(range(len(found)), len(found))
-    count = min(most, len(found) if others else len(found) // 2)
-    if count < 1:
-        raise InputError(f"{source} has {len(found)} images: give some to fit to, some to measure")
-    if not splits:
-        return [found[i] for i in order[:count]], [found[i] for i in order[count:]]
-    if others is None:
-        others = copy.copy(found)
-        others.keep(order[count:])
-    found.keep(order[:count])
+    if {"train", "val"} <= splits.keys():
+        others = open_images(source, "val")
+    else:
+        others, most = copy.copy(found), min(most, len(found) // 2)
+        others.keep(order[most:])
+    found.keep(order[:most])
+    if not len(found):
+        raise InputError(f"{source} has {len(order)} images: give some to fit to, some to measure")
     return found, others
 
 
-def find_labels(model: Any, images: Samples) -> Tensor:
+def find_labels(model: Any, images: LabelledImages) -> Tensor:
     """Return labels (N,) of images, with a model's numbers for its classes, compared by name."""
-    if not isinstance(images, LabelledImages):
+    if not images.classes:
         raise InputError("the images have no classes")
     if not model.num_classes:
         raise InputError("the model has no classifier")
@@ -213,7 +210,7 @@ def measure(
     models without a classifier, the mean cosine of the features of both, in %. ``milliseconds`` are
     those of an image of the first batch, in turns; median of ``ROUNDS``.
     """
-    whole, same, right = next(iter(models.values())), [], []
+    whole, found = next(iter(models.values())), []
     first: Any = None
     for batch in batches:
         first = batch if first is None else first
@@ -221,23 +218,20 @@ def measure(
         if not outputs.isfinite().all():
             raise InputError("an output is not finite: use an earlier checkpoint")
         if whole.num_classes:
-            outputs = outputs.argmax(dim=-1)  # (models, B)
-            same.append((outputs == outputs[0]).cpu())
-            right.append(outputs.cpu())
+            found.append(outputs.argmax(dim=-1))  # (models, B)
         else:
-            same.append(F.cosine_similarity(outputs, outputs[:1], dim=-1).cpu())
-    agreement = 100 * torch.cat(same, dim=1).double().mean(dim=1)
-    top1 = (
-        None if labels is None else 100 * (torch.cat(right, dim=1) == labels).double().mean(dim=1)
-    )
-    seconds = measure_rounds(
-        {n: partial(m, first) for n, m in models.items()}, ROUNDS, first.device
-    )
+            found.append(F.cosine_similarity(outputs, outputs[:1], dim=-1))
+    results = torch.cat(found, dim=1).cpu()
+    same = results == results[0] if whole.num_classes else results
+    calls = {name: partial(model, first) for name, model in models.items()}
+    seconds = measure_rounds(calls, ROUNDS, first.device)
     points, tokens = [], tokens_of(whole, first)
     for index, (name, model) in enumerate(models.items()):
         cost = total(model_costs(model, tokens))
         point = {"name": name, "parameters": cost.parameters, "flops_per_image": cost.forward_flops}
         point["milliseconds"] = short(1000 * median(seconds[name]) / len(first))
-        point["agreement"] = agreement[index].item()
-        points.append(point if top1 is None else {**point, "top1": top1[index].item()})
+        point["agreement"] = 100 * same[index].double().mean().item()
+        if labels is not None:
+            point["top1"] = 100 * (results[index] == labels).double().mean().item()
+        points.append(point)
     return points
