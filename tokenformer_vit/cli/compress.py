@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
         parser.error(f"{wrong[0]} is not a share above 0 and at most 1")
     out = args.save or Path("compression")
     make_folder(out, "--save")
-    whole = load_any(args.source, args.model, **args.model_kwargs).to(args.device)
+    whole = load_any(args.source, args.model, **dict(args.model_kwargs)).to(args.device)
     model: Any = whole if isinstance(whole, TokenFormerViT) else from_vit(whole)
     if args.to_vit:  # refused, before anything is computed, of what is no ViT
         model = from_vit(to_vit(model))

@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     kind = "ViT" if args.model else _kind(args)
     convert, *known = _KINDS[kind]
     every = {option for _, *options in _KINDS.values() for option in options}
-    given = [option for option in every if getattr(args, option) not in (None, {})]
+    given = [option for option in every if getattr(args, option) not in (None, [])]
     if wrong := [f"--{each.replace('_', '-')}" for each in given if each not in known]:
         raise InputError(f"{args.source} is a {kind}: leave out {', '.join(sorted(wrong))}")
     # Without the extra [language], a ViT can be converted.
@@ -78,7 +78,7 @@ def _kind(args: argparse.Namespace) -> str:
 
 
 def _vision(args: argparse.Namespace, _: Any) -> None:
-    source = load_any(args.source, args.model, **args.model_kwargs).to(args.device)
+    source = load_any(args.source, args.model, **dict(args.model_kwargs)).to(args.device)
     if args.to_vit and not issubclass(kind := type(source), TokenFormerViT):
         raise InputError(f"{args.source} is a {kind.__name__}: leave out --to-vit")
     paths = list_images(args.images or ())

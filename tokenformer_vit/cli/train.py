@@ -91,7 +91,7 @@ def _recipe(args: argparse.Namespace) -> Any:
     from tokenformer_vit.training.config import load_recipe, set_autocast
 
     typed = {"randomness.seed": args.seed, "train_dataloader.batch_size": args.batch_size}
-    options = args.cfg_options | {k: v for k, v in typed.items() if v is not None}
+    options = dict(args.cfg_options) | {k: v for k, v in typed.items() if v is not None}
     how = (args.data_root, args.work_dir, args.compile, args.epochs)
     cfg = load_recipe(args.config, options, *how)
     if args.amp:
