@@ -30,7 +30,6 @@ from tokenformer_vit.models import TokenFormerViT, from_vit, to_vit
 from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.records import environment, write_record
 from tokenformer_vit.vision import compression
-from tokenformer_vit.vision.drawing import draw_compression
 from tokenformer_vit.vision.prediction import load_any
 
 from .arguments import Parser, add_model, whole_number
@@ -92,7 +91,7 @@ def main(argv: list[str]) -> None:
     record = {**environment(args.device.type), "model": args.source, "data": args.images}
     record |= {"fit_images": len(fitted), "images": len(measured), "points": points}
     write_record(out / "compression.json", record)
-    draw_compression(record, out / "compression.png")
+    compression.draw_compression(record, out / "compression.png")
     print(f"{'':<12}{'parameters':>13}{'GFLOPs':>9}{'ms':>9}{'same, %':>9}{'top-1, %':>9}")
     for point in points:
         print("{name:<12}{parameters:>13,}".format(**point), end="")

@@ -1,9 +1,10 @@
-"""Make a trained vision model smaller without training it, and measure what is left of it."""
+"""Make a trained vision model smaller without training it; measure and draw what is left of it."""
 
 import copy
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from tokenformer_vit.benchmarking.benchmark import measure_rounds, short
 from tokenformer_vit.benchmarking.costs import layer_products, model_costs, total
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import whole_file
 from tokenformer_vit.growth import pattention_layers, refit, removal_costs
 
 from .datasets import LabelledImages, find_splits, labels_for, open_images
@@ -24,8 +26,6 @@ from .prediction import class_names
 
 GRID = 32  # numbers of pairs that are tried, of a layer
 ROUNDS = 20  # of the timing
-
-Samples = Sequence[Any]  # paths, or LabelledImages
 
 
 def flops_of(model: Any, tokens: int | None = None) -> int:
@@ -51,7 +51,7 @@ def smaller_models(
     Args:
         model: TokenFormerViT, such as a converted ViT.
         batches: Images (B, C, H, W) without labels, some hundreds.
-        shares: Shares below 1 of the FLOPs of the whole model.
+        shares: Shares below 1 of the FLOPs of the whole model, attention and stem counted.
         of_pairs: Keep these shares of the pairs of each layer instead.
         like_vit: Cut only feed-forward layers, all equally, so that ``to_vit`` takes the results.
     """
@@ -81,21 +81,13 @@ def equal_count(model: Any, flops: float, tokens: int) -> int:
 def choose_counts(
     model: Any, batches: Sequence[Tensor], shares: Iterable[float]
 ) -> dict[float, dict[str, int]]:
-    """Choose how many pairs each layer keeps, for each share of the model's FLOPs.
+    """Return how many pairs each layer keeps, by name, for each share of the model's FLOPs.
 
     Layers are cut where the outputs change least for a FLOP that is saved: each takes the number
     that is best at one price of a FLOP. The change is predicted to first order: the cost of removal
     of a layer's pairs (:func:`~tokenformer_vit.growth.refit`), times the mean squared gradient of
     the model's outputs. Query, key and value of a block keep one number. Linear tokens save only
     where they are cheaper than the product of a fused layer.
-
-    Args:
-        model: TokenFormerViT, such as a converted ViT.
-        batches: Images (B, C, H, W) without labels.
-        shares: Of the FLOPs of the whole model, attention products and stem counted.
-
-    Returns:
-        The numbers of pairs by layer, for each share.
     """
     layers, costs = pattention_layers(model), removal_costs(model, batches)
     slopes, groups = output_slopes(model, batches), dict[str, list[str]]()
@@ -105,12 +97,11 @@ def choose_counts(
     tokens, options = tokens_of(model, batches[0]), []
     for names in groups.values():
         lost: Any = sum(slopes[name] * costs[name] for name in names)
-        errors = [*lost.flip(0).cumsum(0).flip(0).tolist(), 0.0]  # [p]: if p are kept
         numbers = {max(1, round(len(lost) * each / GRID)) for each in range(1, GRID + 1)}
         points = []  # of equal ones, the highest number first
         for number in sorted(numbers, reverse=True):
             products = sum(layer_products(layers[name], number) for name in names)
-            points.append((2 * tokens * products, errors[number], number))
+            points.append((2 * tokens * products, lost[number:].sum().item(), number))
         options.append((names, points))
     whole = flops_of(model, tokens)
     fixed = whole - sum(points[0][0] for _, points in options)
@@ -191,7 +182,7 @@ def find_labels(model: Any, images: LabelledImages) -> Tensor:
 
 
 def tensor_batches(
-    model: nn.Module, samples: Samples, batch_size: int, device: torch.device
+    model: nn.Module, samples: Sequence[Any], batch_size: int, device: torch.device
 ) -> Iterator[Tensor]:
     """Read images with the model's evaluation transform, all or none; yield (B, C, H, W)."""
     for found, images in read_images(samples, resolve_input_data_config(model), batch_size):
@@ -235,3 +226,27 @@ def measure(
             point["top1"] = 100 * (results[index] == labels).double().mean().item()
         points.append(point)
     return points
+
+
+def draw_compression(record: Mapping[str, Any], path: Path) -> None:
+    """Draw accuracy, or agreement with the whole model, over FLOPs and milliseconds."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    points = sorted(record["points"], key=lambda point: point["flops_per_image"])
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    key = "top1" if "top1" in points[0] else "agreement"
+    labels = {"top1": "top-1 (%)", "agreement": "agreement with the whole model (%)"}
+    places = {"flops_per_image": "forward FLOPs for an image", "milliseconds": "ms for an image"}
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, (place, label) in zip(axes, places.items(), strict=True):
+        axis.plot([p[place] for p in points], [p[key] for p in points], marker="o")
+        for point in points:
+            where, text = (point[place], point[key]), point["name"]
+            axis.annotate(text, where, (0, -12), textcoords="offset points", ha="right", fontsize=8)
+        axis.axhline(record["points"][0][key], color="0.6", linestyle=":")
+        axis.set(xlabel=label, xlim=(0, None))
+    axes[0].set_ylabel(f"{labels[key]}, {record['images']} images")
+    axes[0].xaxis.set_major_formatter(EngFormatter())
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=100, format="png")

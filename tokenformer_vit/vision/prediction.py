@@ -33,7 +33,7 @@ def predict(
         raise InputError("the model has no classifier: give one that was trained to classify")
     model = model.to(device)
     for found, images in read_images(samples, config, batch_size):
-        tops = iter(_top(model, images.to(device), names, topk) if len(images) else ())
+        tops = _top(model, images.to(device), names, topk) if len(images) else iter(())
         for path, error in found:
             yield path, error or next(tops)
 
