@@ -128,10 +128,9 @@ def test_channels_that_no_image_has_are_refused(photos, tmp_path):
         predict.main([str(photos), "--checkpoint", str(tmp_path)])
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.finfo().max])
-def test_diverged_weights_are_not_reported_as_an_answer(value, exported, photos, tmp_path):
+def test_diverged_weights_are_not_reported_as_an_answer(exported, photos, tmp_path):
     state = load_file(exported / "model.safetensors")
-    state["head.weight"][:] = value
+    state["head.weight"][:] = torch.finfo().max  # finite, unlike what they compute
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((exported / "config.json").read_text())
     with pytest.raises(InputError, match="the model's output is not finite"):

@@ -22,13 +22,8 @@ from tokenformer_vit.vision.images import (
 )
 
 ORIENTATION = 0x0112
-CONFIG = {
-    "interpolation": "nearest",
-    "mean": [0.0, 0.0, 0.0],
-    "std": [1.0, 1.0, 1.0],
-    "crop_pct": 1.0,
-    "crop_mode": "squash",
-}
+CONFIG = {"interpolation": "nearest", "crop_pct": 1.0, "crop_mode": "squash"}
+CONFIG |= {"mean": [0.0] * 3, "std": [1.0] * 3}
 
 
 def readers(path):
