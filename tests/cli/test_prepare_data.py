@@ -24,9 +24,9 @@ def encoded(value, kind):
     return buffer.getvalue()
 
 
-def write_shard(path, labels, names=NAMES, images=None, **how):
+def write_shard(path, labels, images=None, **how):
     images = images or [encoded(row, ("JPEG", "PNG")[row % 2]) for row in range(len(labels))]
-    write_parquet(path, images, labels, names, **how)
+    write_parquet(path, images, labels, NAMES, **how)
 
 
 @pytest.fixture
