@@ -261,7 +261,7 @@ def main(words: list[str]) -> None:
 
 def measure(args: Namespace, path: Path) -> None:
     """Make models smaller, train them, and add the rows that are not there."""
-    whole = load_any(args.source, args.model, **args.model_kwargs).to(args.device)
+    whole = load_any(args.source, args.model, **dict(args.model_kwargs)).to(args.device)
 
     def read(samples: Any) -> Batches:
         how = {"batch_size": args.batch_size, "device": args.device}

@@ -102,7 +102,7 @@ class Sweep:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.failed, self.several = args, set[str](), len(args.lr or ()) > 1
         typed = {"train_dataloader.batch_size": args.batch_size, "compile_blocks": args.compile}
-        args.cfg_options = args.cfg_options | {key: own for key, own in typed.items() if own}
+        args.cfg_options = dict(args.cfg_options) | {key: own for key, own in typed.items() if own}
         self.base = Base(args.config, args.cfg_options, args.data_root, args.amp)
         question = QUESTIONS[args.question]
         self.variants = wanted(question(self.base), args.variants)

@@ -22,13 +22,11 @@ from tokenformer_vit.vision.prediction import load_any
 
 def read(model: Any, paths: Sequence[Any]) -> Iterator[tuple[list[Path], Tensor]]:
     """Yield batches of paths and images (B, 3, H, W) as the model sees them."""
-    for batch in read_images(paths, resolve_input_data_config(model), 64):
-        for _, image in batch:
-            if not isinstance(image, Tensor):
-                print(f"skipped: {image}")
-        readable = [(Path(path), image) for path, image in batch if isinstance(image, Tensor)]
-        if readable:
-            yield [path for path, _ in readable], torch.stack([image for _, image in readable])
+    for found, images in read_images(paths, resolve_input_data_config(model), 64):
+        for error in (error for _, error in found if error):
+            print(f"skipped: {error}")
+        if len(images):
+            yield [path for path, error in found if not error], images
 
 
 @torch.no_grad()

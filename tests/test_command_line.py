@@ -82,7 +82,8 @@ def test_options_are_literals_or_texts(text, value):
     parser = Parser()
     add_run(parser)
     words = ["--cfg-options", "first=1", f"key={text}", "--cfg-options", "last='2'"]
-    assert parser.parse_args(words).cfg_options == {"first": 1, "key": value, "last": "2"}
+    found = parser.parse_args(words).cfg_options
+    assert found == [("first", 1), ("key", value), ("last", "2")]
     with pytest.raises(InputError, match=r"key=\[a,b\] is no literal of Python: quote texts"):
         parser.parse_args(["--cfg-options", "key=[a,b]"])
 

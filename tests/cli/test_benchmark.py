@@ -21,14 +21,7 @@ def test_speed_and_ratio_of_both_models_in_both_modes(capsys):
         assert (float(ratio) == 1) == (own == "baseline")
 
 
-@pytest.mark.parametrize(
-    ("words", "environment", "message"),
-    [
-        ("--model vit_tiny_patch16_224", "0", "is no TokenFormer: give --against NAME"),
-        ("", "1", r"TORCHDYNAMO_DISABLE=1 .* give --eager"),  # eager would count as compiled
-    ],
-)
-def test_bad_input(words, environment, message, monkeypatch):
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", environment)
-    with pytest.raises(InputError, match=message):
-        benchmark.main([*TINY, *words.split()])
+def test_eager_does_not_count_as_compiled(monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.raises(InputError, match=r"TORCHDYNAMO_DISABLE=1 .* give --eager"):
+        benchmark.main(TINY)

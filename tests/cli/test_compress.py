@@ -34,19 +34,6 @@ def build(name="tokenformer_tiny", num_classes=3):
 
 
 @pytest.fixture(scope="module")
-def model(session_seed):
-    torch.manual_seed(session_seed)
-    return build()
-
-
-@pytest.fixture(scope="module")
-def exported(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("exported")
-    save_model(model, folder, CLASSES)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def data(tmp_path_factory, session_seed):
     """Ten images to fit to and eleven to measure with, of three classes."""
     root = tmp_path_factory.mktemp("data")
@@ -154,8 +141,8 @@ def test_photos_and_a_backbone_need_no_classes(data, tmp_path, capsys):
 
 
 @torch.no_grad()
-def test_a_nested_model_keeps_its_first_pairs(model, data, tmp_path):
-    nested = nest(copy.deepcopy(model), (0.25, 0.5))
+def test_a_nested_model_keeps_its_first_pairs(data, tmp_path):
+    nested = nest(build(), (0.25, 0.5))
     save_model(nested, tmp_path / "run", CLASSES)
     run(tmp_path / "run", data, "--save", "out")
     points = points_in(tmp_path / "out")[1]
@@ -169,14 +156,15 @@ def test_a_nested_model_keeps_its_first_pairs(model, data, tmp_path):
     assert load(tmp_path / "fitted/flops_0.5").sizes == (1.0,)
 
 
-def test_what_cannot_be_done_is_one_line_and_leaves_nothing(exported, model, data, tmp_path):
+def test_what_cannot_be_done_is_one_line_and_leaves_nothing(data, tmp_path):
+    exported, model = tmp_path / "exported", build()
+    save_model(model, exported, CLASSES)
     for words in (["--keep", 0], ["--flops", 1.5], ["--flops", "nan"]):
         assert "is not a share above 0" in failure(exported, data, *words)
     assert str(tmp_path / "x.pth") in failure(tmp_path / "x.pth", data)
-    diverged = copy.deepcopy(model)
     with torch.no_grad():
-        diverged.head.weight[0] = torch.finfo().max  # finite, as the reader of weights demands
-    save_model(diverged, tmp_path / "run", CLASSES)
+        model.head.weight[0] = torch.finfo().max  # finite, as the reader of weights demands
+    save_model(model, tmp_path / "run", CLASSES)
     assert "output is not finite" in failure(tmp_path / "run", data, "--keep", 0.5)
     for split in ("train", "val"):
         cut = data / split / "cat" / "cut.png"

@@ -48,13 +48,9 @@ def photos(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def run(capsys):
-    def run(*words):
-        predict.main([str(word) for word in words])
-        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-    return run
+def run(capsys, *words):
+    predict.main([str(word) for word in words])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 def by_hand(model, path):
@@ -64,10 +60,10 @@ def by_hand(model, path):
         return model(image[None]).softmax(-1)[0]
 
 
-def test_answers_are_those_of_the_model(model, exported, photos, tmp_path, run):
+def test_answers_are_those_of_the_model(model, exported, photos, tmp_path, capsys):
     # Three batches, the last of one image; the model and its classes come from config.json.
     words = ["--checkpoint", exported, "--batch-size", 2, "--out", tmp_path / "new" / "table.csv"]
-    answers = run(photos, "--json", *words)
+    answers = run(capsys, photos, "--json", *words)
     assert [answer["file"] for answer in answers] == [str(photos / name) for name in NAMES]
     for answer in answers:
         expected = by_hand(model, answer["file"])
@@ -82,8 +78,8 @@ def test_answers_are_those_of_the_model(model, exported, photos, tmp_path, run):
         for rank, guess in enumerate(answer["top"], 1):
             cells = [answer["file"], rank, guess["label"], guess["index"], guess["probability"]]
             assert list(next(rows).values()) == [str(cell) for cell in cells]
-    first = run(photos / "b.png", "--json", "--model", f"local-dir:{exported}", "--topk", 1)
-    assert first[0]["top"] == answers[1]["top"][:1]
+    words = [photos / "b.png", "--json", "--model", f"local-dir:{exported}", "--topk", 1]
+    assert run(capsys, *words)[0]["top"] == answers[1]["top"][:1]
 
 
 def test_what_was_printed_stays_after_an_interruption(
@@ -128,10 +124,9 @@ def test_channels_that_no_image_has_are_refused(photos, tmp_path):
         predict.main([str(photos), "--checkpoint", str(tmp_path)])
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.finfo().max])
-def test_diverged_weights_are_not_reported_as_an_answer(value, exported, photos, tmp_path):
+def test_diverged_weights_are_not_reported_as_an_answer(exported, photos, tmp_path):
     state = load_file(exported / "model.safetensors")
-    state["head.weight"][:] = value
+    state["head.weight"][:] = torch.finfo().max  # finite, unlike what they compute
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((exported / "config.json").read_text())
     with pytest.raises(InputError, match="the model's output is not finite"):

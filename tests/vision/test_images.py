@@ -22,13 +22,8 @@ from tokenformer_vit.vision.images import (
 )
 
 ORIENTATION = 0x0112
-CONFIG = {
-    "interpolation": "nearest",
-    "mean": [0.0, 0.0, 0.0],
-    "std": [1.0, 1.0, 1.0],
-    "crop_pct": 1.0,
-    "crop_mode": "squash",
-}
+CONFIG = {"interpolation": "nearest", "crop_pct": 1.0, "crop_mode": "squash"}
+CONFIG |= {"mean": [0.0] * 3, "std": [1.0] * 3}
 
 
 def readers(path):
@@ -38,9 +33,9 @@ def readers(path):
     loaded["img"][0, 0, 0] ^= 0  # writable: random erasing writes
     assert loaded["img_shape"] == loaded["ori_shape"] == loaded["img"].shape[:2]
     config = {**CONFIG, "input_size": (3, *loaded["img_shape"])}
-    [[(_, tensor)]] = read_images([path], config, 1)
-    assert isinstance(tensor, torch.Tensor), tensor
-    predicted = (tensor * 255).round().byte().permute(1, 2, 0).numpy()
+    [(found, tensors)] = read_images([path], config, 1)
+    assert found == [(path, None)]
+    predicted = (tensors[0] * 255).round().byte().permute(1, 2, 0).numpy()
     return loaded["img"], predicted
 
 
@@ -188,7 +183,7 @@ def test_files_that_cannot_be_read_are_named_by_every_reader(tmp_path, generator
         assert str(raised.value).startswith(f"{path}: ")
         with pytest.raises(InputError, match=f"cannot read image {path}: .*--check"):
             LoadImage()({"img_path": str(path)})
-        [[(_, error)]] = read_images([path], {**CONFIG, "input_size": (3, 8, 8)}, 1)
+        [([(_, error)], _)] = read_images([path], {**CONFIG, "input_size": (3, 8, 8)}, 1)
         assert str(error) == str(raised.value)
 
 
@@ -198,12 +193,12 @@ def test_other_processes_read_batches_in_order(tmp_path, capfd):
     (tmp_path / "4.png").write_bytes(b"no image")
     config = {**CONFIG, "input_size": (3, 4, 4)}
     batches = list(read_images(list_images([tmp_path]), config, 4))
-    assert [len(batch) for batch in batches] == [4, 4, 2]
-    for index, (path, image) in enumerate(chain(*batches)):
+    assert [len(found) for found, _ in batches] == [4, 4, 2]
+    for index, (path, error) in enumerate(chain(*(found for found, _ in batches))):
         assert path == tmp_path / f"{index}.png"
-        assert isinstance(image, InputError) == (index == 4)
-        if isinstance(image, torch.Tensor):
-            assert (image * 255).round().unique().tolist() == [index]
+        assert isinstance(error, InputError) == (index == 4)
+    values = torch.cat([images for _, images in batches])[:, 0, 0, 0]
+    assert (values * 255).round().tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 9]
 
 
 def test_images_are_found_and_the_rest_is_counted(tmp_path, capsys):

@@ -93,11 +93,9 @@ class Run:
         if self.device.type == "cpu":
             return {"peak_mib": None}
         gc.collect()
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         others = torch.cuda.memory_allocated()
         self.step()
-        torch.cuda.synchronize()
         state = [value for each in self.optimizer.state.values() for value in each.values()]
         own = sum(each.nbytes for each in (*self.model.parameters(), *self.model.buffers(), *state))
         return {"peak_mib": short((torch.cuda.max_memory_allocated() - others + own) / 2**20)}

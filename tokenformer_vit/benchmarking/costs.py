@@ -23,7 +23,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
 from tokenformer_vit.models import TokenFormerLM
-from tokenformer_vit.ops.pattention import product_is_cheaper
 
 PARTS = ("embedding", "qkv", "token_token", "output", "feed_forward", "head", "other")
 # The first part whose pattern a parameter's name has. The names are those of timm, of this package,
@@ -89,13 +88,17 @@ def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Co
         costs[part] += Cost(count, 2 * count * rows.get(part, 0) if parameter.ndim > 1 else 0)
     for name, layer in model.named_modules():
         if isinstance(layer, Pattention):  # which may multiply with less than its parameters
-            both = layer.in_features + layer.out_features
-            products, (keys, values, *_) = layer.num_used * both, layer.used_tokens()
-            if layer.theta == "linear" and product_is_cheaper(keys, values, None):
-                products = layer.in_features * layer.out_features
-            saved = layer.num_param_tokens * both - products
-            costs[_part(f"{name}.")] += Cost(0, -2 * tokens * saved)
+            every = layer.num_param_tokens * (layer.in_features + layer.out_features)
+            added = layer_products(layer, layer.num_used) - every
+            costs[_part(f"{name}.")] += Cost(0, 2 * tokens * added)
     return costs
+
+
+def layer_products(layer: Pattention, pairs: int) -> int:
+    """Return the multiplications of a layer with so many pairs for a token."""
+    products = pairs * (layer.in_features + layer.out_features)
+    fused = layer.in_features * layer.out_features
+    return min(products, fused) if layer.theta == "linear" else products
 
 
 def _part(name: str) -> str:

@@ -39,31 +39,22 @@ def device(name: str) -> torch.device:
     return torch.device(name.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def key_value(text: str) -> str:
-    """Check a word that ``Options`` splits next."""
-    if "=" not in text:
+def key_value(text: str) -> tuple[str, Any]:
+    """Read K=V, where V is a literal of Python such as ``[1, 2]`` or ``None``, else a text."""
+    key, equals, value = text.partition("=")
+    if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
-    return text
+    try:
+        return key, ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
+    except (ValueError, SyntaxError) as error:
+        if value.startswith(("[", "(", "{")):
+            what = f"{text} is no literal of Python: quote texts, ['a', 'b']"
+            raise argparse.ArgumentTypeError(what) from error
+        return key, value
 
 
-class Options(argparse.Action):
-    """Collects words K=V: a literal of Python such as ``[1, 2]`` or ``None``, else a text."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        """Add the words to those of earlier uses of the option."""
-        found, bools = dict(getattr(namespace, self.dest)), {"true": "True", "false": "False"}
-        for key, _, value in (word.partition("=") for word in values):
-            try:
-                found[key] = ast.literal_eval(bools.get(value) or value)
-            except (ValueError, SyntaxError):
-                if value.startswith(("[", "(", "{")):
-                    parser.error(f"{key}={value} is no literal of Python: quote texts, ['a', 'b']")
-                found[key] = value
-        setattr(namespace, self.dest, found)
-
-
-# How words such as img_size=32 are read.
-KEY_VALUES: Any = {"nargs": "+", "type": key_value, "action": Options, "default": {}}
+# How words such as img_size=32 become a list of pairs, to which each use of the option adds.
+KEY_VALUES: Any = {"nargs": "+", "type": key_value, "action": "extend", "default": []}
 KEY_VALUES["metavar"] = "KEY=VALUE"
 
 

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and not args.eager:
         parser.error("TORCHDYNAMO_DISABLE=1 disables torch.compile; unset it, or give --eager")
-    create: Any = partial(load_model, args.model, None, **args.model_kwargs)
+    create: Any = partial(load_model, args.model, None, **dict(args.model_kwargs))
     other = partial(load_model, args.against, None) if args.against else None
     models = {"baseline": other or (lambda: matched_vit(create())[0]), args.model: create}
     shape = (3, args.batch_size, create().in_chans, *create().patch_embed.img_size)

@@ -30,7 +30,6 @@ from tokenformer_vit.models import TokenFormerViT, from_vit, to_vit
 from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.records import environment, write_record
 from tokenformer_vit.vision import compression
-from tokenformer_vit.vision.drawing import draw_compression
 from tokenformer_vit.vision.prediction import load_any
 
 from .arguments import Parser, add_model, whole_number
@@ -54,24 +53,23 @@ def main(argv: list[str]) -> None:
     what = "folder for the smaller models, the table and the picture"
     add("--save", type=Path, metavar="OUT", help=what)
     args = parser.parse_args(argv)
-    shares = [share for share in args.flops or args.keep or () if share != 1]
-    if wrong := [share for share in shares if not 0 < share < 1]:
+    shares = args.flops or args.keep or ()
+    if wrong := [share for share in shares if not 0 < share <= 1]:
         parser.error(f"{wrong[0]} is not a share above 0 and at most 1")
     out = args.save or Path("compression")
     make_folder(out, "--save")
-    whole = load_any(args.source, args.model, **args.model_kwargs).to(args.device)
+    whole = load_any(args.source, args.model, **dict(args.model_kwargs)).to(args.device)
     model: Any = whole if isinstance(whole, TokenFormerViT) else from_vit(whole)
     if args.to_vit:  # refused, before anything is computed, of what is no ViT
         model = from_vit(to_vit(model))
-    if not (args.flops or args.keep or compression.is_nested(model)):
-        shares = [0.67, 0.5]
+    nested = len(model.sizes) > 1 and not args.flops
+    shares = shares or (model.sizes if nested else (0.67, 0.5))
+    shares = [share for share in shares if share != 1]
     fitted, measured = compression.divide_images(args.images, args.fit_images)
-    read = partial(
-        compression.tensor_batches, whole, batch_size=args.batch_size, device=args.device
-    )
-    if nested := compression.is_nested(model) and not args.flops:
+    how = {"batch_size": args.batch_size, "device": args.device}
+    read = partial(compression.tensor_batches, whole, **how)
+    if nested:
         fitted = []
-        shares = shares if args.keep else model.sizes[:-1]
         sizes = {share: extract(model, share) for share in shares}
     else:
         images = [*read(fitted)]
@@ -93,7 +91,7 @@ def main(argv: list[str]) -> None:
     record = {**environment(args.device.type), "model": args.source, "data": args.images}
     record |= {"fit_images": len(fitted), "images": len(measured), "points": points}
     write_record(out / "compression.json", record)
-    draw_compression(record, out / "compression.png")
+    compression.draw_compression(record, out / "compression.png")
     print(f"{'':<12}{'parameters':>13}{'GFLOPs':>9}{'ms':>9}{'same, %':>9}{'top-1, %':>9}")
     for point in points:
         print("{name:<12}{parameters:>13,}".format(**point), end="")

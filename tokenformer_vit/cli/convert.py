@@ -19,7 +19,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 
 from tokenformer_vit.errors import InputError
@@ -51,34 +50,23 @@ def main(argv: list[str]) -> None:
     if args.target.exists():
         raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
     args.path = Path(args.source.removeprefix("local-dir:")).expanduser()
-    kind = "ViT" if args.model else _kind(args)
+    about = checkpoints.description_of(checkpoints.find_weights(args.path))
+    if args.model or "architecture" in about or not args.path.exists():
+        kind = "ViT"
+    else:
+        kind = "GPT-2" if about.get("model_type") == "gpt2" else "released model"
     convert, *known = _KINDS[kind]
     every = {option for _, *options in _KINDS.values() for option in options}
-    given = [option for option in every if getattr(args, option) not in (None, {})]
+    given = [option for option in every if getattr(args, option) not in (None, [])]
     if wrong := [f"--{each.replace('_', '-')}" for each in given if each not in known]:
-        raise InputError(f"{args.source} is a {kind}: leave out {', '.join(sorted(wrong))}")
+        what = f"{args.source} is read as a {kind}"
+        raise InputError(f"{what}: correct it, or leave out {', '.join(sorted(wrong))}")
     # Without the extra [language], a ViT can be converted.
     convert(args, None if kind == "ViT" else import_module("tokenformer_vit.language"))
 
 
-def _kind(args: argparse.Namespace) -> str:
-    path, about = args.path, {}
-    if path.is_file():
-        about = checkpoints.description_of(path)
-    elif (path / checkpoints.CONFIG).is_file():
-        about = read_json(path / checkpoints.CONFIG)
-    elif path.is_dir():
-        return "released model"
-    elif args.source.startswith("hf-hub:") or timm.is_model(args.source):
-        return "ViT"
-    else:
-        raise InputError(f"{args.source} is no file or folder, and no name of timm: correct it")
-    other = "GPT-2" if about.get("model_type") == "gpt2" else "released model"
-    return "ViT" if "architecture" in about else other
-
-
 def _vision(args: argparse.Namespace, _: Any) -> None:
-    source = load_any(args.source, args.model, **args.model_kwargs).to(args.device)
+    source = load_any(args.source, args.model, **dict(args.model_kwargs)).to(args.device)
     if args.to_vit and not issubclass(kind := type(source), TokenFormerViT):
         raise InputError(f"{args.source} is a {kind.__name__}: leave out --to-vit")
     paths = list_images(args.images or ())

@@ -66,7 +66,7 @@ def _models(args: Any) -> list[tuple[str, Any]]:
         other: Any = language.matched_transformer(config)
         return [(name, TokenFormerLM(config)), (f"GPT-2, {other.config.n_inner} hidden", other)]
     name = args.model or "tokenformer_base"
-    model = load_model(name, None, **args.model_kwargs)
+    model = load_model(name, None, **dict(args.model_kwargs))
     if args.against:
         return [(name, model), (args.against, load_model(args.against, None))]
     vit, hidden = matched_vit(model)

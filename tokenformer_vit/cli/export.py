@@ -37,8 +37,6 @@ def main(argv: list[str]) -> None:
         with whole_file(args.target) as file:
             torch.save(checkpoints.mmpretrain_checkpoint(model), file)
     else:
-        source = args.checkpoint
-        content = checkpoints.read_checkpoint(source) if source.is_file() else {}
-        facts = content.get(checkpoints.DESCRIPTION, {}).get("card")
-        checkpoints.save_model(model, args.target, facts=facts)
+        described = checkpoints.description_of(checkpoints.find_weights(args.checkpoint))
+        checkpoints.save_model(model, args.target, facts=described.get("card"))
     print(f"Done: {args.target}")

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
         parser.error("give a new number of pairs: --qkv, --proj or --ffn")
     if args.target.exists():
         raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
-    model: Any = load_model(args.model, args.source, **args.model_kwargs)
+    model: Any = load_model(args.model, args.source, **dict(args.model_kwargs))
     before = copy.deepcopy(model)
     grow(model, **counts, init=args.init, nested=args.nested, seed=args.seed)
     compare_outputs(model, before, [noise_images(before, 2)], "images of noise")

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
         make_folder(args.out.parent, "--out")
     if checkpoint is None and args.model and find_weights(Path(args.model)).is_file():
         checkpoint = Path(args.model)
-    model = load_for_images(args.model, checkpoint, **args.model_kwargs)
+    model = load_for_images(args.model, checkpoint, **dict(args.model_kwargs))
     if checkpoint is None and not args.model.startswith("local-dir:"):
         print(f"warning: {args.model} has random weights: no --checkpoint", file=sys.stderr)
     if args.compile:

@@ -34,15 +34,16 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if (args.source is None) != (args.digits or args.check) or (args.digits and args.check):
         parser.error("give SOURCE and TARGET, or --digits TARGET, or --check TARGET")
-    if unknown := args.splits.keys() - {"train", "val"}:
+    named = dict(args.splits)
+    if unknown := named.keys() - {"train", "val"}:
         parser.error(f"--splits names train and val, not {min(unknown)}")
     if args.check:
         sys.exit(check_images(args.target))
     found = datasets.digits() if args.digits else {}
     if args.source:
         splits, columns = datasets.find_splits(args.source), (args.image_column, args.label_column)
-        for name, split in ({"train": "train", "val": "val"} | args.splits).items():
-            if name in args.splits or split in splits:
+        for name, split in ({"train": "train", "val": "val"} | named).items():
+            if name in named or split in splits:
                 found[name] = datasets.open_images(args.source, split, *columns)
         if not found or len({images.classes for images in found.values()}) > 1:
             there = ", ".join(splits)

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
     weights = evaluate.find_test(Path(args.words[-1]))
     config = args.words[0] if len(args.words) == 2 else evaluate.written_config(weights)
     config = config or evaluate.described_config(weights)
-    options = {"log_level": "WARNING", **args.cfg_options}  # a test logs little
+    options = {"log_level": "WARNING", **dict(args.cfg_options)}  # a test logs little
     if args.batch_size is not None:
         options["test_dataloader.batch_size"] = args.batch_size
     cfg = load_config(config, options, compile=args.compile)
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
         check_folders(cfg, ("test_dataloader",))
     cfg.launcher = args.launcher
     start_processes(cfg)
-    evaluate.run_test(cfg, args.cfg_options)
+    evaluate.run_test(cfg, dict(args.cfg_options))
     if is_main_process():
         files = ("metrics.json", "per_class.csv", "predictions.csv", "confusion_matrix.png")
         print(f"\nDone. In {out}: {', '.join(name for name in files if (out / name).is_file())}")

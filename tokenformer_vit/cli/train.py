@@ -7,14 +7,12 @@ class, directly or within train/ and val/; a first run needs nothing else, and w
     tokenformer-vit train photos --checkpoint work_dirs/run --work-dir work_dirs/photos_tuned
 """
 
-import argparse
 import copy
 import os
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import locked_folder, make_folder
@@ -56,7 +54,19 @@ def main(argv: list[str]) -> None:
         args.config = configure_folder(args.config, args.work_dir, start, args.resume, first)
     elif start != Start():
         raise InputError("--model, --checkpoint and --freeze need a folder of images, no config")
-    recipe = _recipe(args)
+    typed = {"randomness.seed": args.seed, "train_dataloader.batch_size": args.batch_size}
+    options = dict(args.cfg_options) | {k: v for k, v in typed.items() if v is not None}
+    how = (args.data_root, args.work_dir, args.compile, args.epochs)
+    recipe = config.load_recipe(args.config, options, *how)
+    if args.amp:
+        config.set_autocast(recipe)
+    if args.auto_scale_lr:
+        if not recipe.get("auto_scale_lr"):
+            raise InputError(f"--auto-scale-lr: {args.config} has no auto_scale_lr.base_batch_size")
+        recipe.auto_scale_lr.enable = True
+    if args.deterministic:
+        recipe.randomness.deterministic = True
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     cfg = config.resolve(copy.deepcopy(recipe))
     cfg.launcher = args.launcher
     backends = cfg.get("visualizer", {}).get("vis_backends", [])
@@ -84,23 +94,3 @@ def main(argv: list[str]) -> None:
     if first:
         written = [name for name in _RESULTS if (work_dir / name).is_file()]
         print(f"\nDone. In {work_dir}: {', '.join(written)}, checkpoints (*.pth), and logs")
-
-
-def _recipe(args: argparse.Namespace) -> Any:
-    """Read the config, and let the options change it."""
-    from tokenformer_vit.training.config import load_recipe, set_autocast
-
-    typed = {"randomness.seed": args.seed, "train_dataloader.batch_size": args.batch_size}
-    options = args.cfg_options | {k: v for k, v in typed.items() if v is not None}
-    how = (args.data_root, args.work_dir, args.compile, args.epochs)
-    cfg = load_recipe(args.config, options, *how)
-    if args.amp:
-        set_autocast(cfg)
-    if args.auto_scale_lr:
-        if not cfg.get("auto_scale_lr"):
-            raise InputError(f"--auto-scale-lr: {args.config} has no auto_scale_lr.base_batch_size")
-        cfg.auto_scale_lr.enable = True
-    if args.deterministic:
-        cfg.randomness.deterministic = True
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-    return cfg

@@ -1,20 +1,23 @@
-"""Make a trained vision model smaller without training it, and measure what is left of it."""
+"""Make a trained vision model smaller without training it; measure and draw what is left of it."""
 
 import copy
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from timm.data import resolve_input_data_config
 from torch import Tensor, nn
 
 from tokenformer_vit.benchmarking.benchmark import measure_rounds, short
-from tokenformer_vit.benchmarking.costs import model_costs, total
+from tokenformer_vit.benchmarking.costs import layer_products, model_costs, total
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import whole_file
 from tokenformer_vit.growth import pattention_layers, refit, removal_costs
 
 from .datasets import LabelledImages, find_splits, labels_for, open_images
@@ -23,8 +26,6 @@ from .prediction import class_names
 
 GRID = 32  # numbers of pairs that are tried, of a layer
 ROUNDS = 20  # of the timing
-
-Samples = Sequence[Any]  # paths, or LabelledImages
 
 
 def flops_of(model: Any, tokens: int | None = None) -> int:
@@ -50,7 +51,7 @@ def smaller_models(
     Args:
         model: TokenFormerViT, such as a converted ViT.
         batches: Images (B, C, H, W) without labels, some hundreds.
-        shares: Shares below 1 of the FLOPs of the whole model.
+        shares: Shares below 1 of the FLOPs of the whole model, attention and stem counted.
         of_pairs: Keep these shares of the pairs of each layer instead.
         like_vit: Cut only feed-forward layers, all equally, so that ``to_vit`` takes the results.
     """
@@ -67,12 +68,11 @@ def smaller_models(
     return {share: refit(copy.deepcopy(model), batches, each) for share, each in counts.items()}
 
 
-def equal_count(model: Any, flops: float, tokens: int | None = None) -> int:
+def equal_count(model: Any, flops: float, tokens: int) -> int:
     """Choose one number of pairs for all feed-forward layers, for a share of the model's FLOPs."""
     layers = [block.mlp for block in model.blocks]
-    rows: int = tokens or model.patch_embed.num_patches + model.num_prefix_tokens
-    pair = 2 * rows * sum(layer.in_features + layer.out_features for layer in layers)
-    count = int(layers[0].num_param_tokens - (1 - flops) * flops_of(model, rows) / pair)
+    pair = 2 * tokens * sum(layer.in_features + layer.out_features for layer in layers)
+    count = int(layers[0].num_param_tokens - (1 - flops) * flops_of(model, tokens) / pair)
     if count < 1:
         raise InputError(f"no feed-forward pair is left at {flops:g} of the FLOPs: give more")
     return count
@@ -81,21 +81,13 @@ def equal_count(model: Any, flops: float, tokens: int | None = None) -> int:
 def choose_counts(
     model: Any, batches: Sequence[Tensor], shares: Iterable[float]
 ) -> dict[float, dict[str, int]]:
-    """Choose how many pairs each layer keeps, for each share of the model's FLOPs.
+    """Return how many pairs each layer keeps, by name, for each share of the model's FLOPs.
 
     Layers are cut where the outputs change least for a FLOP that is saved: each takes the number
     that is best at one price of a FLOP. The change is predicted to first order: the cost of removal
     of a layer's pairs (:func:`~tokenformer_vit.growth.refit`), times the mean squared gradient of
     the model's outputs. Query, key and value of a block keep one number. Linear tokens save only
     where they are cheaper than the product of a fused layer.
-
-    Args:
-        model: TokenFormerViT, such as a converted ViT.
-        batches: Images (B, C, H, W) without labels.
-        shares: Of the FLOPs of the whole model, attention products and stem counted.
-
-    Returns:
-        The numbers of pairs by layer, for each share.
     """
     layers, costs = pattention_layers(model), removal_costs(model, batches)
     slopes, groups = output_slopes(model, batches), dict[str, list[str]]()
@@ -105,12 +97,11 @@ def choose_counts(
     tokens, options = tokens_of(model, batches[0]), []
     for names in groups.values():
         lost: Any = sum(slopes[name] * costs[name] for name in names)
-        errors = [*lost.flip(0).cumsum(0).flip(0).tolist(), 0.0]  # [p]: if p are kept
         numbers = {max(1, round(len(lost) * each / GRID)) for each in range(1, GRID + 1)}
         points = []  # of equal ones, the highest number first
         for number in sorted(numbers, reverse=True):
-            products = sum(_products(layers[name], number) for name in names)
-            points.append((2 * tokens * products, errors[number], number))
+            products = sum(layer_products(layers[name], number) for name in names)
+            points.append((2 * tokens * products, lost[number:].sum().item(), number))
         options.append((names, points))
     whole = flops_of(model, tokens)
     fixed = whole - sum(points[0][0] for _, points in options)
@@ -132,13 +123,6 @@ def choose_counts(
             low, high = (low, middle) if best_at(10**middle)[0] <= share else (middle, high)
         found[share] = best_at(10**high)[1]
     return found
-
-
-def _products(layer: Any, number: int) -> int:
-    """Return the multiplications of a layer with so many pairs for a token, fused if cheaper."""
-    products = number * (layer.in_features + layer.out_features)
-    fused = layer.in_features * layer.out_features
-    return min(products, fused) if layer.theta == "linear" else products
 
 
 @torch.enable_grad()
@@ -164,36 +148,33 @@ def output_slopes(model: Any, batches: Iterable[Tensor]) -> dict[str, float]:
     return dict(zip(outputs, torch.stack(squares).mean(dim=0).tolist(), strict=True))
 
 
-def is_nested(model: Any) -> bool:
-    """Return whether a model was trained with nested sizes."""
-    return len(getattr(model, "sizes", ())) > 1
-
-
-def divide_images(source: str, most: int) -> tuple[Samples, Samples]:
+def divide_images(source: str, most: int) -> tuple[LabelledImages, LabelledImages]:
     """Return images to fit to, and others to measure with: of train and val, or two parts of all.
 
     The first are drawn at random, ``most`` of them, or half of all if there is one part.
     """
     splits = find_splits(source)
-    one = next((name for name in ("train", "val", *splits) if name in splits), "")
-    found: Any = open_images(source, one) if splits else list_images([source])
-    others: Any = open_images(source, "val") if {"train", "val"} <= splits.keys() else None
+    if splits:
+        one = next(name for name in ("train", "val", *splits) if name in splits)
+        found = open_images(source, one)
+    else:
+        files = list_images([source])
+        found = LabelledImages(files, np.zeros(len(files), np.int64), (), source, "")
     order = random.Random(0).sample(range(len(found)), len(found))
-    count = min(most, len(found) if others else len(found) // 2)
-    if count < 1:
-        raise InputError(f"{source} has {len(found)} images: give some to fit to, some to measure")
-    if not splits:
-        return [found[i] for i in order[:count]], [found[i] for i in order[count:]]
-    if others is None:
-        others = copy.copy(found)
-        others.keep(order[count:])
-    found.keep(order[:count])
+    if {"train", "val"} <= splits.keys():
+        others = open_images(source, "val")
+    else:
+        others, most = copy.copy(found), min(most, len(found) // 2)
+        others.keep(order[most:])
+    found.keep(order[:most])
+    if not len(found):
+        raise InputError(f"{source} has {len(order)} images: give some to fit to, some to measure")
     return found, others
 
 
-def find_labels(model: Any, images: Samples) -> Tensor:
+def find_labels(model: Any, images: LabelledImages) -> Tensor:
     """Return labels (N,) of images, with a model's numbers for its classes, compared by name."""
-    if not isinstance(images, LabelledImages):
+    if not images.classes:
         raise InputError("the images have no classes")
     if not model.num_classes:
         raise InputError("the model has no classifier")
@@ -201,14 +182,13 @@ def find_labels(model: Any, images: Samples) -> Tensor:
 
 
 def tensor_batches(
-    model: nn.Module, samples: Samples, batch_size: int, device: torch.device
+    model: nn.Module, samples: Sequence[Any], batch_size: int, device: torch.device
 ) -> Iterator[Tensor]:
     """Read images with the model's evaluation transform, all or none; yield (B, C, H, W)."""
-    for batch in read_images(samples, resolve_input_data_config(model), batch_size):
-        for _, image in batch:
-            if isinstance(image, InputError):
-                raise image
-        yield torch.stack([image for _, image in batch]).to(device)  # type: ignore[misc]
+    for found, images in read_images(samples, resolve_input_data_config(model), batch_size):
+        if errors := [error for _, error in found if error]:
+            raise errors[0]
+        yield images.to(device)
 
 
 @torch.inference_mode()
@@ -221,7 +201,7 @@ def measure(
     models without a classifier, the mean cosine of the features of both, in %. ``milliseconds`` are
     those of an image of the first batch, in turns; median of ``ROUNDS``.
     """
-    whole, same, right = next(iter(models.values())), [], []
+    whole, found = next(iter(models.values())), []
     first: Any = None
     for batch in batches:
         first = batch if first is None else first
@@ -229,23 +209,44 @@ def measure(
         if not outputs.isfinite().all():
             raise InputError("an output is not finite: use an earlier checkpoint")
         if whole.num_classes:
-            outputs = outputs.argmax(dim=-1)  # (models, B)
-            same.append((outputs == outputs[0]).cpu())
-            right.append(outputs.cpu())
+            found.append(outputs.argmax(dim=-1))  # (models, B)
         else:
-            same.append(F.cosine_similarity(outputs, outputs[:1], dim=-1).cpu())
-    agreement = 100 * torch.cat(same, dim=1).double().mean(dim=1)
-    top1 = (
-        None if labels is None else 100 * (torch.cat(right, dim=1) == labels).double().mean(dim=1)
-    )
-    seconds = measure_rounds(
-        {n: partial(m, first) for n, m in models.items()}, ROUNDS, first.device
-    )
+            found.append(F.cosine_similarity(outputs, outputs[:1], dim=-1))
+    results = torch.cat(found, dim=1).cpu()
+    same = results == results[0] if whole.num_classes else results
+    calls = {name: partial(model, first) for name, model in models.items()}
+    seconds = measure_rounds(calls, ROUNDS, first.device)
     points, tokens = [], tokens_of(whole, first)
     for index, (name, model) in enumerate(models.items()):
         cost = total(model_costs(model, tokens))
         point = {"name": name, "parameters": cost.parameters, "flops_per_image": cost.forward_flops}
         point["milliseconds"] = short(1000 * median(seconds[name]) / len(first))
-        point["agreement"] = agreement[index].item()
-        points.append(point if top1 is None else {**point, "top1": top1[index].item()})
+        point["agreement"] = 100 * same[index].double().mean().item()
+        if labels is not None:
+            point["top1"] = 100 * (results[index] == labels).double().mean().item()
+        points.append(point)
     return points
+
+
+def draw_compression(record: Mapping[str, Any], path: Path) -> None:
+    """Draw accuracy, or agreement with the whole model, over FLOPs and milliseconds."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    points = sorted(record["points"], key=lambda point: point["flops_per_image"])
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    key = "top1" if "top1" in points[0] else "agreement"
+    labels = {"top1": "top-1 (%)", "agreement": "agreement with the whole model (%)"}
+    places = {"flops_per_image": "forward FLOPs for an image", "milliseconds": "ms for an image"}
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, (place, label) in zip(axes, places.items(), strict=True):
+        axis.plot([p[place] for p in points], [p[key] for p in points], marker="o")
+        for point in points:
+            where, text = (point[place], point[key]), point["name"]
+            axis.annotate(text, where, (0, -12), textcoords="offset points", ha="right", fontsize=8)
+        axis.axhline(record["points"][0][key], color="0.6", linestyle=":")
+        axis.set(xlabel=label, xlim=(0, None))
+    axes[0].set_ylabel(f"{labels[key]}, {record['images']} images")
+    axes[0].xaxis.set_major_formatter(EngFormatter())
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=100, format="png")

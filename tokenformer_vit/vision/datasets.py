@@ -114,7 +114,7 @@ def open_images(
         what = f"row {row} has the label {values[row]}, which is no class"
         raise InputError(f"{where}, {what}: use a split with labels, or give all class names")
     rows = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
-    rows = rows if image == "image" else rows.rename_column(image, "image")
+    rows = rows.rename_columns({image: "image"})
     return LabelledImages(rows, labels, names or [str(value) for value in known], source, split)
 
 

@@ -63,8 +63,7 @@ def read_image(path: str | Path, content: bytes | None = None, mode: str = "RGB"
         if image.mode in ("I", "F"):
             raise InputError(f"values of mode {image.mode} have an unknown range: save 8 bits")
         image.info.pop("transparency", None)  # of a palette; the conversion would warn about it
-        image = image.convert("RGB")
-        return image if mode == "RGB" else image.convert(mode)
+        return image.convert("RGB").convert(mode)
 
 
 def read_pixels(path: str | Path, content: bytes | None = None) -> np.ndarray:
@@ -120,7 +119,10 @@ def list_images(paths: Sequence[str | Path]) -> list[str]:
     return [image for images in found for image in images]
 
 
-def _read_batch(transform: Any, mode: str, samples: Sequence[Any]) -> tuple[list, Any]:
+Batch = tuple[list[tuple[Path, InputError | None]], Tensor]
+
+
+def _read_batch(transform: Any, mode: str, samples: Sequence[Any]) -> Batch:
     """Read images in a process of a data loader; as one tensor they are one open file, not many."""
     found, images = [], []
     for sample in samples:
@@ -130,13 +132,11 @@ def _read_batch(transform: Any, mode: str, samples: Sequence[Any]) -> tuple[list
             found.append((Path(file["img_path"]), None))
         except InputError as error:
             found.append((Path(file["img_path"]), error))
-    return found, torch.stack(images) if images else ()
+    return found, torch.stack(images) if images else torch.empty(0)
 
 
-def read_images(
-    samples: Sequence[Any], config: dict[str, Any], batch_size: int
-) -> Iterator[list[tuple[Path, Tensor | InputError]]]:
-    """Yield batches of images, each with its path, or with the error of reading it.
+def read_images(samples: Sequence[Any], config: dict[str, Any], batch_size: int) -> Iterator[Batch]:
+    """Yield the paths of a batch, each with the error of reading it or None, and the images read.
 
     Other processes read the next batches meanwhile. ``samples`` are paths or ``LabelledImages``,
     ``config`` is timm's data config, whose first input size is the number of channels.
@@ -148,19 +148,18 @@ def read_images(
     read: Any = partial(_read_batch, transform, "L" if channels == 1 else "RGB")
     loader = DataLoader(samples, batch_size, num_workers=workers, collate_fn=read)  # type: ignore
     with tqdm(total=len(samples), unit="image", leave=False, disable=not workers or None) as bar:
-        for found, images in loader:
-            readable = iter(images)
-            yield [(path, error or next(readable)) for path, error in found]
-            bar.update(len(found))
+        for batch in loader:
+            yield batch
+            bar.update(len(batch[0]))
 
 
 def check_images(folder: Path) -> bool:
     """Print which images of a folder cannot be read or have several pages; return if any cannot."""
     bad, read = 0, read_images(list_images([folder]), {"input_size": (3, 1, 1)}, batch_size=32)
-    for path, image in (each for batch in read for each in batch):
-        if isinstance(image, InputError):
+    for path, error in (each for found, _ in read for each in found):
+        if error:
             bad += 1
-            print(f"unreadable: {image}")
+            print(f"unreadable: {error}")
         elif path.suffix.lower() in (".tif", ".tiff"):
             with opened(path) as tiff:
                 if getattr(tiff, "n_frames", 1) > 1:

@@ -32,11 +32,10 @@ def predict(
     if not names:
         raise InputError("the model has no classifier: give one that was trained to classify")
     model = model.to(device)
-    for batch in read_images(samples, config, batch_size):
-        readable = [image for _, image in batch if isinstance(image, Tensor)]
-        tops = iter(_top(model, torch.stack(readable).to(device), names, topk) if readable else ())
-        for path, image in batch:
-            yield path, image if isinstance(image, InputError) else next(tops)
+    for found, images in read_images(samples, config, batch_size):
+        tops = _top(model, images.to(device), names, topk) if len(images) else iter(())
+        for path, error in found:
+            yield path, error or next(tops)
 
 
 def load_for_images(name: str | None, checkpoint: Path | None, **kwargs: Any) -> nn.Module:
