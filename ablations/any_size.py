@@ -281,8 +281,8 @@ def measure(args: Namespace, path: Path) -> None:
     tokens, size = compression.tokens_of(whole, measured[0][0]), measured[0][0].shape[-1]
     machine = environment(args.device.type)
     about = {key: machine[key] for key in ("date", "commit", "hardware")}
-    name = f"{whole.pretrained_cfg['architecture']} {size} px, {Path(args.images).name}"
-    about |= {"torch": torch.__version__, "question": "any_size", "base": name, "seed": args.seed}
+    base = f"{whole.pretrained_cfg['architecture']} {size} px, {Path(args.images).name}"
+    about |= {"torch": torch.__version__, "question": "any_size", "base": base, "seed": args.seed}
     about |= {"dtype": "bfloat16 autocast", "family": "whole", "batch_size": args.batch_size}
     about |= {"examples": len(train)}
 
@@ -299,7 +299,7 @@ def measure(args: Namespace, path: Path) -> None:
             if results.find(rows, name(method, share, rate)).empty:
                 left.setdefault(share, []).append(rate)
         if method in METHODS:
-            models = METHODS[method](whole, fitted, [*left]) if left else {}
+            models: Any = METHODS[method](whole, fitted, [*left]) if left else {}
         else:
             models = dict.fromkeys(left, whole)
         for share, rate in ((own, rate) for own in models for rate in left[own]):

@@ -83,6 +83,7 @@ class LoRA(TimmClassificationBackbone):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         for layer in find_layers(self.model).values():
-            if layer.new_key_param_tokens is not None:
-                torch.nn.init.kaiming_uniform_(layer.new_key_param_tokens, a=5**0.5)
-                torch.nn.init.zeros_(layer.new_value_param_tokens)
+            keys, values = layer.new_key_param_tokens, layer.new_value_param_tokens
+            if keys is not None and values is not None:
+                torch.nn.init.kaiming_uniform_(keys, a=5**0.5)
+                torch.nn.init.zeros_(values)

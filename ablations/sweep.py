@@ -293,11 +293,11 @@ class Sweep:
             # The time of a run that was interrupted is only that since then.
             "seconds": None if record.get("resumed_at_iteration") else record.get("seconds"),
         }
-        if of_classes := hasattr(model, "head"):
-            inner = model.backbone.model
+        inner: Any = model.backbone.model if hasattr(model, "head") else None
+        if inner is not None:
             row["forward_flops"] = total(model_costs(inner)).forward_flops
         rows = [row]
-        for key in record if of_classes and not run.held_out else ():
+        for key in record if inner is not None and not run.held_out else ():
             if size := re.fullmatch(r"accuracy/top1_at_([\d.]+)", key):  # of a nested model
                 percent, same = f"{100 * float(size[1]):g}", "nested" in run.config.model.backbone
                 own = {"variant": f"{run.name}_{percent}", "label": f"{variant.label}, {size[1]}"}

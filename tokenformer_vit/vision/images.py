@@ -63,7 +63,8 @@ def read_image(path: str | Path, content: bytes | None = None, mode: str = "RGB"
         if image.mode in ("I", "F"):
             raise InputError(f"values of mode {image.mode} have an unknown range: save 8 bits")
         image.info.pop("transparency", None)  # of a palette; the conversion would warn about it
-        return image.convert("RGB").convert(mode)
+        image = image.convert("RGB")
+        return image if mode == "RGB" else image.convert(mode)
 
 
 def read_pixels(path: str | Path, content: bytes | None = None) -> np.ndarray:
