@@ -8,7 +8,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
-from tokenformer_vit.layers import BlockLayerNorm, Pattention
+from tokenformer_vit.layers import Pattention
 from tokenformer_vit.ops import THETAS
 
 
@@ -17,7 +17,7 @@ def pattentions(model):
 
 
 @pytest.mark.parametrize("theta", THETAS)
-@pytest.mark.parametrize("norm", BlockLayerNorm.AFFINE)
+@pytest.mark.parametrize("norm", ["none", "bias", "weight+bias"])
 def test_arguments_reach_every_layer_and_are_recorded(small, theta, norm):
     tau, learned = (3.5, True) if THETAS[theta].norm_order else (1.0, False)
     shared = {"tau": tau, "learn_tau": learned, "eps": 1e-3, "init": "released"}

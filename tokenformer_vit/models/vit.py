@@ -18,7 +18,6 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import TokenFormerBlock
 from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block, model_pattention_args
 from tokenformer_vit.layers.block import IGNORED_TIMM_ARGUMENTS, common, layer_arguments
-from tokenformer_vit.layers.norm import norm_name
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 
 from . import checkpoints
@@ -247,7 +246,7 @@ class TokenFormerViT(VisionTransformer):
         return {
             **args,
             **layer_arguments(blocks, args["pattention_args"]),
-            "norm": common(map(norm_name, norms)),
+            "norm": common(norm.affine for norm in norms),
             "norm_eps": common(norm.eps for norm in norms),
             "qk_norm": common(not isinstance(b.attn.q_norm, nn.Identity) for b in blocks),
             "num_heads": common(block.attn.num_heads for block in blocks),
