@@ -40,10 +40,17 @@ def learn_tau(request):
 nested_or_not = pytest.mark.parametrize("nested", [(), (0.25, 0.5)])
 
 
+def build(nested, **kwargs):
+    layer = Pattention(8, 8, 768, **kwargs)
+    layer.set_nested(nested)
+    layer.reset_parameters()
+    return layer
+
+
 @nested_or_not
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_tau_survives_casts_and_checkpoints_bit_by_bit(dtype, learn_tau, nested):
-    layer = Pattention(8, 8, 768, learn_tau=learn_tau, nested=nested)
+    layer = build(nested, learn_tau=learn_tau)
     tau = layer.tau.detach().clone()
     layer.size = 0.5
     assert not torch.equal(tau.to(torch.bfloat16).float(), tau)
@@ -55,19 +62,19 @@ def test_tau_survives_casts_and_checkpoints_bit_by_bit(dtype, learn_tau, nested)
     assert layer(torch.randn(3, 8, dtype=dtype)).dtype == dtype
 
     for learned_there in (False, True):  # a checkpoint of one kind loads into the other
-        other = Pattention(8, 8, 768, tau=1.0, learn_tau=learned_there, nested=nested).to(dtype)
+        other = build(nested, tau=1.0, learn_tau=learned_there).to(dtype)
         other.load_state_dict(reload(layer.state_dict()))
         assert torch.equal(other.tau, tau)
         assert torch.equal(copy.deepcopy(other).float().tau, tau)
         assert (other.size, copy.deepcopy(layer).size) == (1, 0.5)  # a size is not saved
     with pytest.raises(RuntimeError, match="size mismatch for tau"):
-        Pattention(8, 8, 768, nested=(0.5,)).load_state_dict(layer.state_dict())
+        build([0.5]).load_state_dict(layer.state_dict())
 
 
 @pytest.mark.parametrize("assign", [False, True])
 @nested_or_not
 def test_tau_survives_a_state_dict_that_another_tool_has_cast(nested, assign):
-    layer, cast = Pattention(8, 8, 768, nested=nested), Pattention(8, 8, 768, nested=nested)
+    layer, cast = build(nested), build(nested)
     halved = {name: tensor.bfloat16() for name, tensor in layer.state_dict().items()}
     cast.load_state_dict(halved, assign=assign)
     assert torch.equal(cast.tau, layer.tau)
@@ -117,15 +124,15 @@ def test_tau_is_stored_and_learned_on_request_alone():
 
 @nested_or_not
 def test_meta_construction_then_reset(learn_tau, nested):
-    how = {"tau": 3.5, "learn_tau": learn_tau, "nested": nested}
-    layer = Pattention(32, 32, 512, **how, device="meta")
+    how = {"tau": 3.5, "learn_tau": learn_tau}
+    layer = build(nested, **how, device="meta")
     assert all(tensor.is_meta for tensor in layer.state_dict().values())
     layer.to(torch.bfloat16).to_empty(device="cpu")
     layer.reset_parameters()
-    assert torch.equal(layer.tau, Pattention(32, 32, 512, **how).tau)
+    assert torch.equal(layer.tau, build(nested, **how).tau)
     assert layer.tau.dtype == torch.float32
     assert layer.key_param_tokens.dtype == torch.bfloat16
-    assert layer(torch.randn(64, 32, dtype=torch.bfloat16)).isfinite().all()
+    assert layer(torch.randn(64, 8, dtype=torch.bfloat16)).isfinite().all()
 
 
 @pytest.mark.parametrize(

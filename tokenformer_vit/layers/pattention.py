@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,7 +44,6 @@ class Pattention(nn.Module):
             scores, it changes only how far a training step turns the keys.
         key_init_std: Standard deviation of the initial keys; ``None`` for 1/√C_in.
         value_init_std: Standard deviation of the initial values; ``None`` to follow ``init_gain``.
-        nested: Smaller sizes that will be trained as well, as shares; see :meth:`set_nested`.
         bias: Add a bias to the scores and one to the outputs, both 0 at first; only for Θ without a
             norm. Θ ``linear`` has the output's alone.
         kind: Name by which growth, pruning and sizes choose the layer: ``qkv``, ``proj`` or ``ffn``
@@ -105,7 +103,6 @@ class Pattention(nn.Module):
         key_init_scale: float = 1.0,
         key_init_std: float | None = None,
         value_init_std: float | None = None,
-        nested: Sequence[float] = (),
         bias: bool = False,
         kind: str | None = None,
         device: torch.device | str | None = None,
@@ -141,7 +138,7 @@ class Pattention(nn.Module):
         start = torch.empty((), device=device, dtype=torch.float32)
         self.tau = nn.Parameter(start) if learn_tau else nn.Buffer(start)
         self.nested, self.sized, self.active = tuple[float, ...](), True, None
-        self.set_nested(nested)
+        self.size = 1.0
         self.reset_parameters()
 
     @torch.no_grad()
@@ -173,18 +170,13 @@ class Pattention(nn.Module):
 
     @torch.jit.unused
     def set_nested(self, sizes: Sequence[float], tau: Sequence[Tensor] | None = None) -> None:
-        """Give smaller shares a τ () of their own, by default the present ones; use all pairs."""
-        sizes = tuple(sizes)
-        if not all(0 < a < b for a, b in pairwise((*sizes, 1.0))):
-            raise InputError(f"nested must be rising shares between 0 and 1, but got {sizes}")
+        """Give rising shares a τ () of their own, by default the present ones; use all pairs."""
         whole = self.tau_at(1.0).detach()
         taus = [self.tau_at(size).detach() for size in sizes] if tau is None else list(tau)
         data = torch.stack([*taus, whole]).to(whole.dtype) if sizes else whole.clone()
-        if isinstance(self.tau, nn.Parameter):
-            self.tau = nn.Parameter(data, self.tau.requires_grad)
-        else:
-            self.tau = data
-        self.nested, self.size = sizes, 1.0
+        learned = isinstance(self.tau, nn.Parameter)
+        self.tau = nn.Parameter(data, self.tau.requires_grad) if learned else data
+        self.nested, self.size = tuple(sizes), 1.0
 
     @property
     def size(self) -> float:
