@@ -42,7 +42,7 @@ class BlockLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (..., C) tokens."""
         if self.affine == "none":
-            return layer_norm(input, self.normalized_shape[0], self.eps)
+            return layer_norm(input, self.eps)
         y = F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         return _as_products(y, input)
 
