@@ -86,32 +86,22 @@ def leaves():
     return [tensor.requires_grad_() for tensor in drawn]
 
 
-@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("more", [False, True])  # also of τ, or of the biases
 @pytest.mark.parametrize("eps", [0.0, 0.3])
-@pytest.mark.parametrize("theta", THETAS)
-def test_first_and_second_derivatives(theta, eps, learned):
-    inputs = leaves()
-    fixed = () if learned else (inputs.pop().detach(),)
+@pytest.mark.parametrize(("theta", "pairs"), [*((theta, 5) for theta in THETAS), ("linear", 1)])
+def test_first_and_second_derivatives(theta, pairs, eps, more):
+    if THETAS[theta].norm_order:
+        tokens, shapes = (2,), {"tau": ()}
+    else:  # six tokens, for which Vᵀ K is multiplied out if there are five linear pairs
+        tokens, shapes = (2, 3), {"bias": (3,), "score_bias": (pairs,)}
+    names = [name for name in shapes if more and (name != "score_bias" or theta != "linear")]
+    sizes = (*tokens, 4), (pairs, 4), (pairs, 3), *(shapes[name] for name in names)
+    inputs = [torch.randn(size, dtype=torch.float64).requires_grad_() for size in sizes]
 
-    def op(x, keys, values, *tau):
-        return pattention(x, keys, values, theta, *tau, *fixed, eps)
+    def op(x, keys, values, *others):
+        given = {"tau": torch.tensor(1.7).double(), **dict(zip(names, others, strict=True))}
+        return pattention(x, keys, values, theta, eps=eps, **given)
 
-    assert gradcheck(op, inputs, check_batched_grad=True, check_forward_ad=True)
-    assert gradgradcheck(op, inputs, check_batched_grad=True, check_fwd_over_rev=True)
-
-
-@pytest.mark.parametrize(
-    ("theta", "pairs"), [("gelu", 5), ("gelu_tanh", 5), ("linear", 5), ("linear", 1)]
-)
-def test_derivatives_with_biases(theta, pairs):
-    shapes = ((2, 3, 4), (pairs, 4), (pairs, 3), (3,), (pairs,))
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-
-    def op(x, keys, values, bias, *score_bias):
-        score_bias = score_bias[0] if score_bias else None
-        return pattention(x, keys, values, theta, torch.ones(()), 0.0, score_bias, bias)
-
-    inputs = inputs[: 4 if theta == "linear" else 5]
     assert gradcheck(op, inputs, check_batched_grad=True, check_forward_ad=True)
     assert gradgradcheck(op, inputs, check_batched_grad=True, check_fwd_over_rev=True)
 
