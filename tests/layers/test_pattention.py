@@ -2,7 +2,6 @@ import copy
 import io
 
 import pytest
-import timm.optim
 import torch
 from torch import nn
 
@@ -101,18 +100,6 @@ def test_a_learned_tau_stays_one_parameter_and_keeps_its_gradient():
     optimizer.step()
     # PyTorch may round once or twice.
     torch.testing.assert_close(layer.tau.detach(), 768**0.5 - 0.1 * gradient, rtol=3e-7, atol=0)
-
-
-def test_tau_is_stored_and_learned_on_request_alone():
-    plain, learned = Pattention(24, 40, 72), Pattention(24, 40, 72, tau=3.5, learn_tau=True)
-    shapes = {"key_param_tokens": (72, 24), "value_param_tokens": (72, 40), "tau": ()}
-    for layer in (plain, learned):
-        assert {name: each.shape for name, each in layer.state_dict().items()} == shapes
-    assert [name for name, _ in plain.named_parameters()] == list(shapes)[:2]
-    assert [name for name, _ in learned.named_parameters()] == list(shapes)
-    assert learned.tau == 3.5
-    groups = timm.optim.param_groups_weight_decay(learned, weight_decay=0.1)
-    assert [len(group["params"]) for group in groups if group["weight_decay"] == 0] == [1]
 
 
 @nested_or_not

@@ -60,7 +60,14 @@ def test_train_save_resume(small, images, tmp_path, opt):
 
 
 @pytest.mark.parametrize("layer_decay", [None, 0.5])
-@pytest.mark.parametrize("changes", [{}, {"norm": "weight+bias", "pos_embed": "none"}, LINEAR])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pattention_args": {"learn_tau": True}},
+        {"norm": "weight+bias", "pos_embed": "none"},
+        LINEAR,
+    ],
+)
 def test_weight_decay_is_for_matrices(small, layer_decay, changes, parts):
     model = small(**{**parts, **changes})
     optimizer = create_optimizer_v2(model, "adamw", weight_decay=0.3, layer_decay=layer_decay)
