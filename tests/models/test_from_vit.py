@@ -17,7 +17,6 @@ from torch.nn.utils import parametrizations, weight_norm
 
 from tokenformer_vit import growth
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import from_vit, to_vit
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.models.vit import ConvStem
@@ -256,16 +255,3 @@ def test_a_bias_of_the_mlp_alone_comes_back_with_a_bias_of_zero_elsewhere(tmp_pa
     x = images()
     assert torch.equal(again(x), back(x))
     assert error(back(x), model.eval()(x)) <= 1e-5
-
-
-@torch.no_grad()
-def test_first_pairs_are_the_best_map_of_their_rank():
-    linear, z = nn.Linear(24, 40), torch.randn(500, 24) @ torch.randn(24, 24)
-    layer, wanted = Pattention.from_linear(linear, z.t() @ z), (z @ linear.weight.t()).double()
-    keys, values = layer.key_param_tokens.double(), layer.value_param_tokens.double()
-    left, sizes, right = torch.linalg.svd(wanted, full_matrices=False)
-    for rank in (24, 12, 5):
-        best = (left[:, :rank] * sizes[:rank]) @ right[:rank]  # Eckart and Young
-        found = z.double() @ keys[:rank].t() @ values[:rank]
-        assert (wanted - found).norm() <= (wanted - best).norm() + 1e-5 * wanted.norm()
-    assert torch.allclose(keys.norm(dim=1), torch.ones(24).double())
