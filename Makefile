@@ -31,9 +31,9 @@ timm-tests: $(READY) ## timm's own model tests on all models: an hour on two cor
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest build/timm \
 		"timm==$$($(BIN)/python -c 'import timm; print(timm.__version__)')"
 	tar -xzf build/timm/timm-*.tar.gz -C build/timm --strip-components=1
-	TIMM_SDIST=$(CURDIR)/build/timm TIMM_SUITE_MODELS="$$($(BIN)/python -c 'import timm, tokenformer_vit; \
-		print(*timm.list_models("tokenformer*"), sep=",")')" \
-		$(BIN)/python -m pytest -m slow tests/models/test_timm_suite.py
+	cd build/timm && PYTHONPATH=$(CURDIR)/tests/models TIMM_SUITE_MODELS="$$($(CURDIR)/$(BIN)/python -c \
+		'import timm, tokenformer_vit; print(*timm.list_models("tokenformer*"), sep=",")')" \
+		$(CURDIR)/$(BIN)/python -m pytest -q -p timm_suite_plugin tests/test_models.py
 
 $(READY): setup.py
 	$(PYTHON) -m venv .venv

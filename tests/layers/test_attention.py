@@ -4,7 +4,7 @@ import pytest
 import torch
 from timm.layers import RotaryEmbeddingCat, set_fused_attn, use_fused_attn
 
-from tokenformer_vit.layers import Attention, BlockLayerNorm, BlockRMSNorm
+from tokenformer_vit.layers import Attention, BlockRMSNorm
 
 
 @pytest.fixture(params=[True, False], ids=["fused", "unfused"])
@@ -35,12 +35,6 @@ def reference(layer, x, allowed=None, bias=0.0):
     return layer.proj(torch.cat(heads, dim=-1))
 
 
-def test_is_multi_head_attention(fused):
-    layer, x = attention(), tokens()
-    assert layer.fused_attn == fused
-    torch.testing.assert_close(layer(x), reference(layer, x))
-
-
 def test_masks(fused):
     """A boolean mask is true where a token may be seen; a mask of numbers is added."""
     layer, x, bias = attention(), tokens(), torch.randn(9, 9, dtype=torch.float64)
@@ -51,20 +45,6 @@ def test_masks(fused):
     seen = layer(x, attn_mask=allowed[None, None])
     torch.testing.assert_close(seen, reference(layer, x, allowed))
     torch.testing.assert_close(layer(x, attn_mask=bias[None, None]), reference(layer, x, bias=bias))
-
-
-@pytest.mark.parametrize("norm_layer", [BlockLayerNorm, BlockRMSNorm])
-def test_qk_norm_bounds_the_scores_without_parameters(fused, norm_layer):
-    layer = attention(qk_norm=True, norm_layer=norm_layer)
-    assert not any("norm" in name for name in layer.state_dict())
-    with torch.no_grad():
-        layer.query.value_param_tokens *= 100
-        layer.key.value_param_tokens *= 100
-    x = tokens()
-    before = layer(x)
-    with torch.no_grad():
-        layer.query.value_param_tokens *= 100
-    torch.testing.assert_close(layer(x), before)
 
 
 def test_the_last_tokens_are_rotated_by_row_and_column(fused):
@@ -90,8 +70,9 @@ def test_the_last_tokens_are_rotated_by_row_and_column(fused):
         torch.testing.assert_close(layer(sample[None, :7], rope=rope[places])[0], out)
 
 
-def test_dropout_only_while_training(fused):
+def test_is_multi_head_attention_with_dropout_only_while_training(fused):
     layer, x = attention(attn_drop=0.5, proj_drop=0.5), tokens()
+    assert layer.fused_attn == fused
     torch.testing.assert_close(layer(x), reference(layer, x))
     layer.train()
     assert (layer(x) == 0).double().mean() == pytest.approx(0.5, abs=0.15)

@@ -163,7 +163,7 @@ def test_more_than_two_to_the_31_elements():
 
 
 def test_what_kernels_do_not_serve(in_another_process, monkeypatch):
-    if triton_theta._ENABLED:
+    if INTERPRETED:
         assert triton_theta.serves(torch.empty(5, 8))
     assert not triton_theta.serves(torch.empty(5, 8).double())
     assert not triton_theta.serves(torch.empty(1, triton_theta.MAX_PARAM_TOKENS + 1))

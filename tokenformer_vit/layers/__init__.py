@@ -5,10 +5,4 @@ from .block import TokenFormerBlock
 from .norm import BlockLayerNorm, BlockRMSNorm
 from .pattention import Pattention
 
-__all__ = [
-    "Attention",
-    "BlockLayerNorm",
-    "BlockRMSNorm",
-    "Pattention",
-    "TokenFormerBlock",
-]
+__all__ = ["Attention", "BlockLayerNorm", "BlockRMSNorm", "Pattention", "TokenFormerBlock"]

@@ -21,7 +21,7 @@ EPS = 1e-6  # of a layer that is given none
 def counts_by_block(depth: int, **counts: Counts) -> list[dict[str, Any]]:
     """Return the numbers of pairs of each block, by name of the argument; ints or None."""
     for name, count in counts.items():
-        if isinstance(count, Sequence) and depth and len(count) != depth:
+        if isinstance(count, Sequence) and len(count) != depth:
             raise InputError(
                 f"{name} has {len(count)} numbers for {depth} blocks: give one number for all "
                 "blocks, or a list with one for each block"

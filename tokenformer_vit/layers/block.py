@@ -22,24 +22,17 @@ IGNORED_TIMM_ARGUMENTS = {"act_layer", "attn_layer", "mlp_layer"} | _NORMS_AND_B
 class TokenFormerBlock(nn.Module):
     """Pre-norm block: attention over tokens, then one Pattention layer as the feed-forward part.
 
+    Numbers of pairs, ``theta``, ``norm``, ``norm_eps`` and ``pattention_args`` are as in
+    :class:`~tokenformer_vit.models.TokenFormerViT`, but without ``init``; others as in timm's
+    ``Block``.
+
     Args:
         dim: Width C of the tokens.
         num_heads: Number of attention heads; must divide ``dim``.
-        num_qkv_param_tokens: Number of pairs in each of query, key and value; default ``dim``.
-        num_proj_param_tokens: Number of pairs in the output projection; default ``dim``.
-        num_ffn_param_tokens: Number of pairs in the feed-forward layer; default
-            ``mlp_ratio * dim``.
-        theta: Name of the Θ variant, or a dict of names for ``qkv``, ``proj`` and ``ffn``.
-        norm: Parameters of both LayerNorms, ``none``, ``bias`` or ``weight+bias``; or of both
-            RMSNorms, ``rms`` (none) or ``rms+weight``.
-        norm_eps: Number that the norms add to the variance or mean square.
         residual_init_gain: Initial standard deviation of what is added to the residual stream;
             1/√(2·depth) keeps the stream at unit scale.
-        pattention_args: Further arguments of all five :class:`Pattention` layers; each may be a
-            dict by kind, as ``theta``.
         mlp_ratio: Number of feed-forward pairs for each channel, if no count is given.
         qk_norm: Normalise queries and keys, by norms of the same kind.
-        proj_drop, attn_drop, init_values, drop_path, device, dtype: As in timm's ``Block``.
         **ignored: ``IGNORED_TIMM_ARGUMENTS`` and the index of the block, which have no effect.
 
     Raises:
@@ -126,10 +119,8 @@ class TokenFormerBlock(nn.Module):
 class DropPath(timm.layers.DropPath):
     """timm's DropPath for (B, N, C) tokens; its rate is an input of compiled code.
 
-    timm calls ``bernoulli_(rate)``, and compiled code holds this rate as a constant. Each block has
-    another rate, so each would be compiled again, and PyTorch silently leaves the blocks after its
-    limit of eight versions uncompiled. Source: Deep Networks with Stochastic Depth,
-    arXiv:1603.09382.
+    timm calls ``bernoulli_(rate)``, and compiled code holds this rate as a constant: each block,
+    which has another rate, would be compiled again. Source: arXiv:1603.09382.
     """
 
     def forward(self, x: Tensor) -> Tensor:

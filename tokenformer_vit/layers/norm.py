@@ -25,8 +25,6 @@ class BlockLayerNorm(nn.LayerNorm):
     multiply it. ``place`` has device and dtype.
     """
 
-    AFFINE = ("none", "bias", "weight+bias")
-
     def __init__(
         self, num_channels: int, affine: str = "none", eps: float = 1e-6, **place: Any
     ) -> None:
@@ -44,55 +42,46 @@ class BlockLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (..., C) tokens."""
         if self.affine == "none":
-            return layer_norm(input, self.normalized_shape[0], self.eps)
+            return layer_norm(input, self.eps)
         y = F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-        if torch.jit.is_scripting():
-            return y
-        else:  # TorchScript must not compile this branch
-            return y.to(product_dtype(input))
+        return _as_products(y, input)
 
 
 class BlockRMSNorm(nn.RMSNorm):
-    """RMSNorm, arXiv:1910.07467, with or without a weight; its precision is as in BlockLayerNorm.
+    """RMSNorm, arXiv:1910.07467; its precision is as in BlockLayerNorm.
 
-    ``affine`` is ``none`` or ``weight``.
+    ``affine`` is ``rms`` (without parameters) or ``rms+weight``.
     """
 
     def __init__(
-        self, num_channels: int, affine: str = "none", eps: float = 1e-6, **place: Any
+        self, num_channels: int, affine: str = "rms", eps: float = 1e-6, **place: Any
     ) -> None:
-        super().__init__(num_channels, eps=eps, elementwise_affine=affine != "none", **place)
+        super().__init__(num_channels, eps=eps, elementwise_affine=affine != "rms", **place)
         self.affine = affine
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (..., C) tokens."""
-        y = F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-        if torch.jit.is_scripting():
-            return y
-        else:  # TorchScript must not compile this branch
-            return y.to(product_dtype(x))
+        return _as_products(F.rms_norm(x, self.normalized_shape, self.weight, self.eps), x)
+
+
+def _as_products(y: Tensor, x: Tensor) -> Tensor:
+    """Cast outputs to the dtype in which inputs such as ``x`` are multiplied."""
+    if torch.jit.is_scripting():
+        return y
+    else:  # TorchScript must not compile this branch
+        return y.to(product_dtype(x))
 
 
 register_notrace_module(BlockLayerNorm)
 register_notrace_module(BlockRMSNorm)
 
-BlockNorm = BlockLayerNorm | BlockRMSNorm
-# What the argument ``norm`` of a model may be.
-NORMS: dict[str, tuple[type[BlockNorm], str]] = {
-    **{affine: (BlockLayerNorm, affine) for affine in BlockLayerNorm.AFFINE},
-    "rms": (BlockRMSNorm, "none"),
-    "rms+weight": (BlockRMSNorm, "weight"),
-}
+# What the argument ``norm`` of a model may be; a norm has it as its ``affine``.
+NORMS: Any = dict.fromkeys(("none", "bias", "weight+bias"), BlockLayerNorm)
+NORMS |= dict.fromkeys(("rms", "rms+weight"), BlockRMSNorm)
 
 
-def block_norm(norm: str, num_channels: int, eps: float = 1e-6, **place: Any) -> BlockNorm:
+def block_norm(norm: str, num_channels: int, eps: float = 1e-6, **place: Any) -> Any:
     """Build the norm of a block: one of ``NORMS``; ``place`` has device and dtype."""
     if norm not in NORMS:
         raise InputError(f"norm must be one of {', '.join(NORMS)}, but got {norm!r}")
-    kind, affine = NORMS[norm]
-    return kind(num_channels, affine, eps, **place)
-
-
-def norm_name(norm: Any) -> str:
-    """Return the name of a norm in ``NORMS``."""
-    return next(n for n, fact in NORMS.items() if fact == (type(norm), norm.affine))
+    return NORMS[norm](num_channels, norm, eps, **place)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,26 +33,22 @@ class Pattention(nn.Module):
         out_features: C_out, width of the output tokens.
         num_param_tokens: P, number of key-value pairs of parameter tokens.
         theta: Name of the Θ variant, a key of ``tokenformer_vit.ops.THETAS``.
-        tau: Scale of Θ; ``None`` for P under an L1 norm, √P under L2, 1 without a norm. It is
-            stored in the state dict and never follows P, so growth does not change the function.
+        tau: Initial scale of Θ; ``None`` for :func:`~tokenformer_vit.ops.default_tau`. It is stored
+            in the state dict and never follows P, so growth does not change the function.
         eps: Number added to the divisor of Θ, relative to ``tau``. 0 gives the released formulas,
             which return NaN for a row of zeros.
         init_gain: Standard deviation of the initial outputs, for inputs of unit RMS. It has no
             effect if ``value_init_std`` is given.
-        learn_tau: Make ``tau`` a parameter with the same initial value, instead of a buffer. Its
-            name in the state dict is the same.
+        learn_tau: Make ``tau`` a parameter of the same name, instead of a buffer.
         key_init_scale: Factor on the standard deviation of the initial keys. If Θ normalises the
-            scores, it changes only how far a training step turns the keys; otherwise also the
-            initial outputs.
+            scores, it changes only how far a training step turns the keys.
         key_init_std: Standard deviation of the initial keys; ``None`` for 1/√C_in.
         value_init_std: Standard deviation of the initial values; ``None`` to follow ``init_gain``.
-        nested: Smaller sizes that will be trained as well, as shares; see :meth:`set_nested`.
         bias: Add a bias to the scores and one to the outputs, both 0 at first; only for Θ without a
             norm. Θ ``linear`` has the output's alone.
         kind: Name by which growth, pruning and sizes choose the layer: ``qkv``, ``proj`` or ``ffn``
             in a TokenFormer. ``None`` for the name that the layer has in its module.
-        device: Device of the parameters.
-        dtype: Type of the parameters. ``tau`` is always float32.
+        device, dtype: Place and type of the parameters. ``tau`` is always float32.
 
     Attributes:
         tau: The scale, (); of a nested layer (n + 1,), with that of all pairs at the end.
@@ -108,7 +103,6 @@ class Pattention(nn.Module):
         key_init_scale: float = 1.0,
         key_init_std: float | None = None,
         value_init_std: float | None = None,
-        nested: Sequence[float] = (),
         bias: bool = False,
         kind: str | None = None,
         device: torch.device | str | None = None,
@@ -136,17 +130,15 @@ class Pattention(nn.Module):
 
         self.key_param_tokens = parameter(num_param_tokens, in_features)
         self.value_param_tokens = parameter(num_param_tokens, out_features)
-        has_score_bias = bias and theta != "linear"
-        self.register_parameter(
-            "score_bias", parameter(num_param_tokens) if has_score_bias else None
-        )
+        score_bias = parameter(num_param_tokens) if bias and theta != "linear" else None
+        self.register_parameter("score_bias", score_bias)
         self.register_parameter("bias", parameter(out_features) if bias else None)
         for name in PER_PAIR:
             self.register_parameter(f"new_{name}", None)
         start = torch.empty((), device=device, dtype=torch.float32)
         self.tau = nn.Parameter(start) if learn_tau else nn.Buffer(start)
         self.nested, self.sized, self.active = tuple[float, ...](), True, None
-        self.set_nested(nested)
+        self.size = 1.0
         self.reset_parameters()
 
     @torch.no_grad()
@@ -178,18 +170,13 @@ class Pattention(nn.Module):
 
     @torch.jit.unused
     def set_nested(self, sizes: Sequence[float], tau: Sequence[Tensor] | None = None) -> None:
-        """Give smaller shares a τ () of their own, by default the present ones; use all pairs."""
-        sizes = tuple(sizes)
-        if not all(0 < a < b for a, b in pairwise((*sizes, 1.0))):
-            raise InputError(f"nested must be rising shares between 0 and 1, but got {sizes}")
+        """Give rising shares a τ () of their own, by default the present ones; use all pairs."""
         whole = self.tau_at(1.0).detach()
         taus = [self.tau_at(size).detach() for size in sizes] if tau is None else list(tau)
         data = torch.stack([*taus, whole]).to(whole.dtype) if sizes else whole.clone()
-        if isinstance(self.tau, nn.Parameter):
-            self.tau = nn.Parameter(data, self.tau.requires_grad)
-        else:
-            self.tau = data
-        self.nested, self.size = sizes, 1.0
+        learned = isinstance(self.tau, nn.Parameter)
+        self.tau = nn.Parameter(data, self.tau.requires_grad) if learned else data
+        self.nested, self.size = tuple(sizes), 1.0
 
     @property
     def size(self) -> float:
@@ -227,9 +214,7 @@ class Pattention(nn.Module):
     @property
     def num_used(self) -> int:
         """Number of pairs in use: those of the mask or of the size, or all."""
-        if self.active is not None:
-            return len(self.active)
-        return self.num_param_tokens if self._used is None else self._used
+        return self.count_at(self.size) if self.active is None else len(self.active)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Pattention":
         taus = [self.tau] if self.tau.grad is None else [self.tau, self.tau.grad]
@@ -314,12 +299,8 @@ class Pattention(nn.Module):
 
     def extra_repr(self) -> str:
         """Describe the layer in ``repr``."""
-        return (
-            f"{self.in_features}, {self.out_features}, num_param_tokens={self.num_param_tokens}, "
-            f"theta={self.theta!r}"
-            + (", bias=True" if self.bias is not None else "")
-            + (", learn_tau=True" if self.tau.requires_grad else "")
-        )
+        shape = f"{self.in_features}, {self.out_features}, {self.num_param_tokens}"
+        return f"{shape}, theta={self.theta!r}, bias={self.bias is not None}"
 
     @classmethod
     @torch.no_grad()
@@ -369,13 +350,11 @@ class Pattention(nn.Module):
         """
         device = "cpu" if fc1.weight.is_meta else fc1.weight.device
         grid = torch.linspace(-6, 6, 97, device=device)
-        found = {name: THETAS[name].weights(grid, grid, 0.0) for name in ("gelu", "gelu_tanh")}
-        errors = {name: (found[name] - act(grid.clone())).abs().max().item() for name in found}
-        theta = min(errors, key=lambda name: errors[name])
-        if not errors[theta] < 1e-5:
-            raise InputError(f"{act} is not GELU, exact or by tanh: no Θ computes it")
-        tensors = fc1.weight, fc2.weight.t(), fc1.bias, fc2.bias
-        return cls._of(fc1.weight, *tensors, theta=theta, **kwargs)
+        for theta in ("gelu", "gelu_tanh"):
+            if (THETAS[theta].weights(grid, grid, 0.0) - act(grid.clone())).abs().max() < 1e-5:
+                tensors = fc1.weight, fc2.weight.t(), fc1.bias, fc2.bias
+                return cls._of(fc1.weight, *tensors, theta=theta, **kwargs)
+        raise InputError(f"{act} is not GELU, exact or by tanh: no Θ computes it")
 
     @classmethod
     def _of(

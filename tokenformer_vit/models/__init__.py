@@ -6,16 +6,6 @@ from .compilation import compile_blocks
 from .from_vit import from_vit, to_vit
 from .vit import TokenFormerViT, TokenFormerViTDistilled
 
-__all__ = [
-    "LM_PRESETS",
-    "KVCache",
-    "LMConfig",
-    "TokenFormerDecoder",
-    "TokenFormerLM",
-    "TokenFormerViT",
-    "TokenFormerViTDistilled",
-    "compile_blocks",
-    "from_vit",
-    "lm_config",
-    "to_vit",
-]
+__all__ = ["LM_PRESETS", "KVCache", "LMConfig", "TokenFormerDecoder", "TokenFormerLM"]
+__all__ += ["TokenFormerViT", "TokenFormerViTDistilled", "compile_blocks", "from_vit", "lm_config"]
+__all__ += ["to_vit"]

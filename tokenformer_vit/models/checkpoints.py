@@ -14,7 +14,7 @@ from pickle import UnpicklingError
 from struct import error as StructError
 from tempfile import TemporaryDirectory
 from typing import Any
-from zipfile import BadZipFile, ZipFile
+from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import timm
 import torch
@@ -55,13 +55,11 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     path = Path(path).expanduser()
     if not path.is_file():
         raise InputError(f"there is no checkpoint file {path}")
-    with path.open("rb") as file:
-        zipped = file.read(2) == b"PK"
     try:
         if path.suffix == ".safetensors":
             content: Any = {"state_dict": load_file(path, device=str(map_location or "cpu"))}
         else:
-            if zipped and ZipFile(path).testzip():  # PyTorch does not check
+            if is_zipfile(path) and ZipFile(path).testzip():  # PyTorch does not check
                 raise BadZipFile
             # The command line of timm's and DeiT's trainings is a Namespace.
             with torch.serialization.safe_globals([argparse.Namespace]):

@@ -18,7 +18,6 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import TokenFormerBlock
 from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block, model_pattention_args
 from tokenformer_vit.layers.block import IGNORED_TIMM_ARGUMENTS, common, layer_arguments
-from tokenformer_vit.layers.norm import norm_name
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 
 from . import checkpoints
@@ -133,8 +132,8 @@ class TokenFormerViT(VisionTransformer):
             kwargs["embed_layer"] = ConvStem
         given = (num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
         counts = counts_by_block(depth, **dict(zip(COUNTS.values(), given, strict=True)))
-        shared = model_pattention_args(pattention_args, embed_dim, max(depth, 1))
-        gain = (2 * max(depth, 1)) ** -0.5
+        shared = model_pattention_args(pattention_args, embed_dim, depth)
+        gain = (2 * depth) ** -0.5
 
         def block_fn(depth: int, **own: Any) -> TokenFormerBlock:  # timm gives the block's index
             if drop_path_uniform:
@@ -226,12 +225,12 @@ class TokenFormerViT(VisionTransformer):
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
         """Initialise the weights as timm does, except class and register tokens."""
         super().init_weights(mode, needs_reset)  # type: ignore[arg-type]
-        draw_prefix_tokens(self)
-
-    @torch.jit.ignore()
-    def no_weight_decay(self) -> set[str]:
-        """Name the parameters that exist, of those that timm's ViTs may have."""
-        return {name for name in super().no_weight_decay() if getattr(self, name, None) is not None}
+        # As DeiT III, arXiv:2204.07118. Without a position, tokens of timm's 1e-6 would stay below
+        # the root of the norm's eps, with gradients hundreds of times as large as all others.
+        if self.no_embed_class or self.pos_embed is None:
+            for token in (self.cls_token, self.reg_token):
+                if token is not None:
+                    nn.init.trunc_normal_(token, std=0.02)
 
     @property
     def _model_args(self) -> dict[str, Any]:
@@ -241,13 +240,11 @@ class TokenFormerViT(VisionTransformer):
         args |= {"depth": len(blocks), "use_rot_pos_emb": self.rope is not None}
         if isinstance(self.norm, nn.Identity) and isinstance(self.fc_norm, nn.Identity):
             args["final_norm"] = False
-        if not len(blocks):
-            return args
         norms = [norm for block in blocks for norm in (block.norm1, block.norm2)]
         return {
             **args,
             **layer_arguments(blocks, args["pattention_args"]),
-            "norm": common(map(norm_name, norms)),
+            "norm": common(norm.affine for norm in norms),
             "norm_eps": common(norm.eps for norm in norms),
             "qk_norm": common(not isinstance(b.attn.q_norm, nn.Identity) for b in blocks),
             "num_heads": common(block.attn.num_heads for block in blocks),
@@ -287,16 +284,6 @@ class TokenFormerViTDistilled(TokenFormerViT, VisionTransformerDistilled):
                     f"distillation token: leave it at {value!r}"
                 )
         super().__init__(**kwargs)
-
-
-def draw_prefix_tokens(vit: Any) -> None:
-    """Draw class and register tokens that have no position, as DeiT III, arXiv:2204.07118."""
-    # With timm's 1e-6 they would stay below the root of the norm's eps, with gradients hundreds of
-    # times as large as all others.
-    if vit.no_embed_class or vit.pos_embed is None:
-        for token in (vit.cls_token, vit.reg_token):
-            if token is not None:
-                nn.init.trunc_normal_(token, std=0.02)
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, Tensor]:

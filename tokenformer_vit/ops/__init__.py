@@ -1,8 +1,4 @@
-"""Pattention, and the norm before it, as functions on tensors; needs only torch.
-
-Start with ``pattention.py``. ``theta.py`` has the formulas of Θ, ``triton_theta.py`` the kernels
-of the default one.
-"""
+"""Pattention, and the norm before it, as functions on tensors; needs only torch."""
 
 from .norm import layer_norm
 from .pattention import pattention

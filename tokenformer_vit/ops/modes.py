@@ -6,13 +6,10 @@ from torch.autograd import forward_ad
 
 
 def plain_only() -> bool:
-    """Return whether to use plain formulas, because an autograd function would be wrong or fail.
-
-    An autograd function has neither a forward-mode derivative nor a rule for vmap here, and traces
-    and exports cannot store it.
-    """
-    # torch.compiler.is_exporting() is public, but also true in compiled code under PyTorch 2.11.
-    # For the last two, PyTorch has no public question.
+    """Return whether to use plain formulas, because an autograd function would be wrong or fail."""
+    # It has neither a forward-mode derivative nor a rule for vmap here, and traces and exports
+    # cannot store it. For the last two, PyTorch has no public question; its is_exporting() is also
+    # true in compiled code under PyTorch 2.11.
     return (
         torch.jit.is_tracing()
         or torch.compiler._is_exporting_flag  # type: ignore[attr-defined]
@@ -31,8 +28,5 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def stored_once(numbers: Tensor) -> Tensor:
-    """Let code compiled for a CPU store the (..., 1) numbers of rows, for ``as_strided`` to read.
-
-    Otherwise it repeats their roots and divisions for every 16 or 32 elements of the row.
-    """
+    """Let code for a CPU store (..., 1) numbers, not compute them for every 16 or 32 elements."""
     return numbers.as_strided(numbers.shape, numbers.stride())

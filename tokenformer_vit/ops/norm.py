@@ -41,12 +41,11 @@ class _LayerNorm(torch.autograd.Function):
         return grad_x.to(ctx.dtype), None, None, None
 
 
-def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6) -> Tensor:
+def layer_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Normalise tokens over their last axis, without learnable parameters.
 
     Args:
         x: (..., C) tokens.
-        num_channels: C.
         eps: Number added to the variance.
 
     Returns:
@@ -58,11 +57,11 @@ def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6) -> Tensor:
         keeps only the output, which the next layers keep in any case: do not change it in place.
     """
     if torch.jit.is_scripting() or torch.jit.is_tracing():
-        return F.layer_norm(x, [num_channels], None, None, eps)
+        return F.layer_norm(x, x.shape[-1:], None, None, eps)
     else:  # TorchScript must not compile this branch
         dtype = product_dtype(x)
-        if plain_only() or x.shape[-1] != num_channels:
-            return F.layer_norm(x, [num_channels], None, None, eps).to(dtype)
+        if plain_only():
+            return F.layer_norm(x, x.shape[-1:], None, None, eps).to(dtype)
         if torch.is_grad_enabled() and x.requires_grad:
             # Compiled code has no second derivative, and would add zeros for the gradient of 1/σ.
             # Not asked within forward(): the compiler may see that alone, called by eager code.

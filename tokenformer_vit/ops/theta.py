@@ -153,7 +153,7 @@ class GeluL2(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, tau: Tensor, eps: float) -> Tensor:
         """Compute the weights; without ``ctx``, for no backward."""
-        if scores.device.type == triton_theta.DEVICE and triton_theta.serves(scores):
+        if triton_theta.serves(scores):
             weights, factor = triton_theta.gelu_l2(scores, tau, eps)
         else:
             dtype = torch.promote_types(scores.dtype, torch.float32)
@@ -172,8 +172,7 @@ class GeluL2(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Compute the gradients of scores and τ, by operations that have derivatives again."""
         scores, tau, factor = ctx.saved_tensors
-        on_gpu = scores.device.type == triton_theta.DEVICE and triton_theta.serves(scores)
-        if on_gpu and not torch.is_grad_enabled() and not plain_only():
+        if triton_theta.serves(scores) and not torch.is_grad_enabled() and not plain_only():
             grad_scores, dot = triton_theta.gelu_l2_backward(scores, tau, factor, grad)
         else:
             square = tau.to(factor.dtype).square()
