@@ -11,7 +11,6 @@ from torch import nn
 
 from tokenformer_vit import growth
 from tokenformer_vit.growth import count_pairs, grow, join_tokens, pattention_layers
-from tokenformer_vit.growth.resize import read_state
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.pattention import PER_PAIR, TOKENS
 from tokenformer_vit.models import from_vit
@@ -113,7 +112,7 @@ def test_moments_of_score_biases_are_kept_and_a_run_is_resumed(make, draw, split
 
 
 def formula(layer, x, index=slice(None)):
-    keys, values, bias, *_ = read_state(layer)
+    keys, values, _, bias = layer.used_tokens()
     scores = x @ keys[index].T + (0 if bias is None else bias[index])
     return (F.gelu(scores) if layer.theta == "gelu" else scores) @ values[index] + layer.bias
 
@@ -124,7 +123,7 @@ def formula(layer, x, index=slice(None)):
 def test_every_cut_computes_the_formula(make, draw, split):
     model, x = in_float64(make()), draw().double()
     grow(model, doubled(model), init="random", split=split)
-    layers, usage = pattention_layers(model), growth.measure_usage(model, [x])
+    layers, usage = pattention_layers(copy.deepcopy(model)), growth.measure_usage(model, [x])
     half = {name: count // 2 for name, count in count_pairs(model).items()}
     whole = {name: usage[name].order for name in half}
     best = {name: usage[name].order[:count].sort().values for name, count in half.items()}

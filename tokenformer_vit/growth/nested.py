@@ -12,12 +12,13 @@ from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.models.sizes import model_sizes, nest_layers, set_size
 
 from .grow import common_share
-from .prune import Usage, adapted_tau, check_usage, select_pairs
+from .prune import Usage, adapted_tau, check_usage
 from .resize import (
     Model,
     counts_to_keep,
     pattention_layers,
     refresh_configs,
+    select_pairs,
     unwrapped_layers,
     write_states,
 )
@@ -64,7 +65,7 @@ def extract(
                 kept.append((own, share))
     states = {}
     for name, layer in layers.items():
-        state = select_pairs(layer, torch.arange(layer.count_at(shares[name]), device="cpu"))
+        state = select_pairs(layer, slice(layer.count_at(shares[name])))
         state = state._replace(tau=layer.tau_at(shares[name]))
         if kept and layer.sized:
             taus = torch.stack([*(layer.tau_at(own) for own, _ in kept), state.tau])

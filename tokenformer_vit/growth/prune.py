@@ -14,7 +14,7 @@ from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.ops import find_theta, norm_shares
 
-from .resize import LayerState, Model, counts_to_keep, read_state, unwrapped_layers, write_states
+from .resize import Model, counts_to_keep, select_pairs, unwrapped_layers, write_states
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
             model(*call.args, **call.kwargs)
     usage = {}
     for name, layer in layers.items():
-        lengths = read_state(layer).values.double().norm(dim=-1)  # (P,)
+        lengths = layer.used_tokens()[1].double().norm(dim=-1)  # (P,)
         weights, shares = sums[layer]
         sizes, shares = weights * lengths / tokens[layer], shares / (shares.sum() or 1.0)
         if not (sizes.isfinite() & shares.isfinite()).all():
@@ -185,10 +185,3 @@ def adapted_tau(layer: Pattention, usage: Usage, count: int) -> Tensor:
     order = find_theta(layer.theta).norm_order
     # Pairs with zero keys have no share and need no τ, as all pairs without a norm.
     return layer.tau_at(1.0).detach().double() * (share ** (1 / order) if order and share else 1.0)
-
-
-def select_pairs(layer: Pattention, index: Any) -> LayerState:
-    """Return the tensors of a layer with these pairs alone, without nested sizes."""
-    keys, values, bias, *_ = read_state(layer)
-    bias = None if bias is None else bias[index]
-    return LayerState(keys[index], values[index], bias, layer.tau_at(1.0).detach())

@@ -16,10 +16,19 @@ from tqdm import tqdm
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention, TokenFormerBlock
 from tokenformer_vit.layers.arguments import Counts
+from tokenformer_vit.layers.pattention import TOKENS
 from tokenformer_vit.ops import find_theta, norm_shares
 
-from .prune import model_calls, one_call, select_pairs
-from .resize import LayerState, Model, counts_to_keep, read_state, unwrapped_layers, write_states
+from .prune import model_calls, one_call
+from .resize import (
+    LayerState,
+    Model,
+    counts_to_keep,
+    read_state,
+    select_pairs,
+    unwrapped_layers,
+    write_states,
+)
 
 RIDGE = 1e-3  # towards the old values, relative to the mean diagonal of the Gram matrix
 REPEATS = 3  # of the ridge, each towards the result before: it rules only what inputs hardly show
@@ -139,22 +148,21 @@ class _Twin(nn.Module):
     def fit(self, x: Tensor, wanted: Tensor) -> None:
         """Choose the pairs to keep, and fit their values to (R, C_out) rows that are wanted."""
         (state, found), layer = self.ranked(x, wanted), copy.deepcopy(self.layer)
-        kept, tau, bias = slice(self.count), state.tau, layer.bias
-        keys, values, score_bias = (None if t is None else t[kept] for t in state[:3])
+        kept, tau = slice(self.count), state.tau
+        write_states(layer, {"": state})
         if order := find_theta(layer.theta).norm_order:  # as `prune` adapts τ
-            write_states(layer, {"": state})
             rows = x[:: 1 + len(x) // CHUNK]  # enough for a mean
             shares = norm_shares(*layer.scores_and_weights(rows), layer.theta).sum(dim=0)
             share = shares[kept].sum() / shares.sum()  # NaN if all keys are zero
             tau = tau * share.where(share > 0, 1.0) ** (1 / order)
-        write_states(layer, {"": LayerState(keys, values, score_bias, tau)})  # type: ignore
+        write_states(layer, {"": select_pairs(layer, kept)._replace(tau=tau)})
         if order:  # each weight depends on what is kept
             found = moments(layer.weights, x, wanted, centred=False)
         gram, product, mean, target = found
-        values = solve(gram[kept, kept], product[kept], values)  # type: ignore[arg-type]
+        values = solve(gram[kept, kept], product[kept], layer.value_param_tokens)
         layer.value_param_tokens.copy_(values)
-        if bias is not None:
-            bias.copy_(target - mean[kept] @ values)
+        if layer.bias is not None:
+            layer.bias.copy_(target - mean[kept] @ values)
         self.smaller, self.lost = layer, torch.zeros(())
 
     def ranked(self, x: Tensor, wanted: Tensor) -> tuple[LayerState, Sequence[Tensor]]:
@@ -166,7 +174,8 @@ class _Twin(nn.Module):
         if layer.theta == "linear":
             tokens, costs, found = rank_linear(layer.as_linear(), found, scale)
             self.costs, (keys, values, *_) = costs[: state.num], tokens.used_tokens()
-            return state._replace(keys=keys, values=(values / scale).to(keys)), found
+            rows = dict(zip(TOKENS, (keys, (values / scale).to(keys)), strict=True))
+            return LayerState(rows, state.tau), found
         order, self.costs = removal_order(found[0], found[1] * scale)
         gram, product, mean, target = found
         found = gram[order][:, order], product[order], mean[order], target
