@@ -1,10 +1,10 @@
 """Find and remove the pairs that add little to a layer's output."""
 
+import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,14 @@ from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.ops import find_theta, norm_shares
 
-from .resize import Model, counts_to_keep, select_pairs, unwrapped_layers, write_states
+from .resize import (
+    Model,
+    counts_to_keep,
+    pattention_layers,
+    select_pairs,
+    unwrapped_layers,
+    write_states,
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
     """Measure how much each pair of a model adds to the outputs of its layer.
 
     Args:
-        model: Any module with Pattention layers. It runs in evaluation mode.
+        model: Any module with Pattention layers. A copy of it runs in evaluation mode.
         batches: Input tensors, tuples that begin with one, or dicts of keyword arguments, in which
             tokens with an ``attention_mask`` of 0 do not count. No test data: pruning is a choice.
 
@@ -57,6 +64,8 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
                 f"{name} uses only {layer.num_used} of its pairs; call model.set_size(None), and "
                 "leave use_pairs()"
             )
+    model = copy.deepcopy(model).eval()
+    layers = pattention_layers(model)
     # The number of tokens, and the sums of the weights and shares of each pair.
     tokens = Counter[nn.Module]()
     sums = {each: each.tau.new_zeros(2, each.num_param_tokens).double() for each in layers.values()}
@@ -70,16 +79,12 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
         sums[layer] += torch.stack([each.sum(dim=0, dtype=torch.float64) for each in both])
         tokens[layer] += len(x)
 
-    in_training = [module for module in model.modules() if module.training]
-    # Compiled code would leave out the hooks.
-    with torch.compiler.set_stance("force_eager"), ExitStack() as stack:
-        for layer in sums:
-            stack.enter_context(layer.register_forward_pre_hook(add))
-        stack.callback(lambda: [setattr(module, "training", True) for module in in_training])
-        model.eval()
-        for call in model_calls(model, batches):
-            mask = call.mask
-            model(*call.args, **call.kwargs)
+    for layer in sums:
+        layer.register_forward_pre_hook(add)
+    with torch.compiler.set_stance("force_eager"):  # compiled code would leave out the hooks
+        for args, kwargs in model_calls(model, batches):
+            mask = kwargs.get("attention_mask")
+            model(*args, **kwargs)
     usage = {}
     for name, layer in layers.items():
         lengths = layer.used_tokens()[1].double().norm(dim=-1)  # (P,)
@@ -94,38 +99,19 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
     return usage
 
 
-class Call(NamedTuple):
-    """Arguments of a model, and which of their tokens (B, N) are no padding."""
-
-    args: tuple[Tensor, ...]
-    kwargs: dict[str, Tensor]
-    mask: Tensor | None
-
-
-def model_calls(model: nn.Module, batches: Iterable[Any]) -> Iterator[Call]:
-    """Yield the calls of a model with batches, as :func:`measure_usage` takes them."""
+def model_calls(
+    model: nn.Module, batches: Iterable[Any]
+) -> Iterator[tuple[list[Tensor], dict[str, Tensor]]]:
+    """Yield a model's arguments for each of the batches that :func:`measure_usage` takes."""
     if isinstance(batches, Tensor):  # would be taken for a list of single images
         raise InputError("batches is one tensor: give a list of batches, such as [images]")
     device = next(model.parameters()).device
     for batch in batches:
         if isinstance(batch, Mapping):
-            given = {name: tensor.to(device) for name, tensor in batch.items()}
-            yield Call((), given, given.get("attention_mask"))
+            yield [], {name: tensor.to(device) for name, tensor in batch.items()}
         else:
             first = batch[0] if isinstance(batch, tuple | list) else batch
-            yield Call((first.to(device),), {}, None)
-
-
-def one_call(calls: Sequence[Call]) -> Call:
-    """Join calls, whose inputs have one shape but for the batch, to a call of one batch."""
-    if not calls:
-        raise InputError("there is no batch: give at least one")
-    args, kwargs, masks = zip(*calls, strict=True)
-    return Call(
-        tuple(torch.cat(each) for each in zip(*args, strict=True)),
-        {name: torch.cat([each[name] for each in kwargs]) for name in kwargs[0]},
-        None if masks[0] is None else torch.cat(masks),
-    )
+            yield [first.to(device)], {}
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.layers.pattention import TOKENS
 from tokenformer_vit.ops import find_theta, norm_shares
 
-from .prune import model_calls, one_call
+from .prune import model_calls
 from .resize import (
     LayerState,
     Model,
@@ -96,8 +96,13 @@ def _fit(model: nn.Module, batches: Iterable[Any], counts: Mapping[str, int]) ->
     """Run a copy of a model in which each layer is fitted when it computes."""
     both = copy.deepcopy(model).eval()
     write_states(both, {})  # resets masks and sizes
-    args, kwargs, mask = one_call([*model_calls(both, batches)] * 2)
-    layers = unwrapped_layers(both)
+    calls = [*model_calls(both, batches)] * 2
+    if not calls:
+        raise InputError("there is no batch: give at least one")
+    args, named = zip(*calls, strict=True)
+    inputs = [torch.cat(each) for each in zip(*args, strict=True)]
+    kwargs = {name: torch.cat([each[name] for each in named]) for name in named[0]}
+    layers, mask = unwrapped_layers(both), kwargs.get("attention_mask")
     with tqdm(total=len(counts), desc="refit", unit="layer", disable=None) as bar:
         left, twins = set(counts), {}
         for name, count in counts.items():
@@ -110,7 +115,7 @@ def _fit(model: nn.Module, batches: Iterable[Any], counts: Mapping[str, int]) ->
                     twin.scale = getattr(scale, "gamma", twin.scale)
                     norm.register_forward_pre_hook(twin.compare_streams)
         with suppress(_Done), torch.compiler.set_stance("force_eager"):
-            both(*args, **kwargs)
+            both(*inputs, **kwargs)
     if left:
         raise InputError(f"the model does not call {', '.join(sorted(left))}: leave them out")
     return twins
