@@ -35,8 +35,6 @@ REPEATS = 3  # of the ridge, each towards the result before: it rules only what 
 LEAST_SCALE = 1e-3  # of LayerScale: smaller outputs cannot repair anything
 CHUNK = 4096  # tokens that are added up at a time
 
-Moments = tuple[Tensor, Tensor, Tensor, Tensor]  # see :func:`moments`
-
 
 @torch.no_grad()
 def refit(
@@ -172,24 +170,28 @@ class _Twin(nn.Module):
 
     def ranked(self, x: Tensor, wanted: Tensor) -> tuple[LayerState, Sequence[Tensor]]:
         """Return all pairs, most important first, and their moments; note what each is worth."""
-        state, layer = select_pairs(self.layer, slice(None)), self.layer
+        layer, is_linear = self.layer, self.layer.theta == "linear"
+        features = nn.Identity() if is_linear else layer.weights
+        gram, product, mean, target = moments(features, x, wanted, centred=layer.bias is not None)
         scale = self.scale.double().abs().clamp(min=LEAST_SCALE)
-        features = nn.Identity() if layer.theta == "linear" else layer.weights
-        found = moments(features, x, wanted, centred=layer.bias is not None)
-        if layer.theta == "linear":
-            tokens, costs, found = rank_linear(layer.as_linear(), found, scale)
-            self.costs, (keys, values, *_) = costs[: state.num], tokens.used_tokens()
-            rows = dict(zip(TOKENS, (keys, (values / scale).to(keys)), strict=True))
-            return LayerState(rows, state.tau), found
-        order, self.costs = removal_order(found[0], found[1] * scale)
-        gram, product, mean, target = found
-        found = gram[order][:, order], product[order], mean[order], target
-        return select_pairs(layer, order), found
+        if not is_linear:
+            order, self.costs = removal_order(gram, product * scale)
+            found = gram[order][:, order], product[order], mean[order], target
+            return select_pairs(layer, order), found
+        # The matrix is fitted, and written as tokens for outputs times the scale.
+        linear = layer.as_linear()
+        linear.weight.copy_((solve(gram, product, linear.weight.t()) * scale).t())
+        keys, values = Pattention.from_linear(linear, gram).used_tokens()[:2]
+        rows = dict(zip(TOKENS, (keys, (values / scale).to(keys)), strict=True))
+        keys = keys.double()
+        gram = keys @ gram @ keys.t()  # of the scores, in place of the inputs
+        self.costs = (gram.diagonal() * values.square().sum(dim=1))[: layer.num_param_tokens]
+        return LayerState(rows, layer.tau_at(1.0)), (gram, keys @ product, keys @ mean, target)
 
 
 def moments(
     features: Callable[[Tensor], Tensor], x: Tensor, wanted: Tensor, centred: bool
-) -> Moments:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return E[f fᵀ], E[f tᵀ], E[f] and E[t] in float64, of features f of ``x`` and targets t.
 
     Centred, the first two are covariances, for a layer with a bias, which takes up the means.
@@ -217,22 +219,6 @@ def solve(gram: Tensor, product: Tensor, values: Tensor) -> Tensor:
     for _ in range(REPEATS):
         values = inverse @ (product + ridge * values)
     return values
-
-
-def rank_linear(
-    linear: nn.Linear, found: Moments, scale: Tensor
-) -> tuple[Pattention, Tensor, Moments]:
-    """Return the fitted layer as tokens, their costs, and the moments of scores in place of inputs.
-
-    Outputs are times ``scale`` (C_out,).
-    """
-    gram, product, mean, target = found
-    linear.weight.copy_((solve(gram, product, linear.weight.t()) * scale).t())
-    tokens = Pattention.from_linear(linear, gram)
-    keys, values = tokens.key_param_tokens.double(), tokens.value_param_tokens
-    gram = keys @ gram @ keys.t()
-    costs = gram.diagonal() * values.square().sum(dim=1)
-    return tokens, costs, (gram, keys @ product, keys @ mean, target)
 
 
 def removal_order(gram: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
