@@ -1,11 +1,10 @@
 """Change the parameter tokens of a trained model: grow, freeze, prune, nest, use some pairs."""
 
 from .grow import INITS, grow, join_tokens
-from .masks import count_pairs, use_pairs
-from .nested import extract, nest, reorder
+from .nested import extract, nest, reorder, use_pairs
 from .prune import Usage, measure_usage, prune
 from .refit import refit, removal_costs
-from .resize import MOMENTS, freeze_old, pattention_layers
+from .resize import MOMENTS, count_pairs, freeze_old, pattention_layers
 
 __all__ = [
     "INITS",

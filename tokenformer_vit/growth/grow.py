@@ -156,10 +156,9 @@ def join_tokens(
     Exports always contain joined pairs, also without this. ``optimizer`` and ``moments`` are as in
     :func:`grow`; masks and sizes are reset, outputs stay, and frozen old pairs are trained again.
     """
-    layers = unwrapped_layers(model)
-    split = {n: each for n, each in layers.items() if each.new_key_param_tokens is not None}
-    states = {name: read_state(layer) for name, layer in split.items()}
-    write_states(model, states, optimizer=optimizer, moments=moments)
+    layers = unwrapped_layers(model).items()
+    split = {n: read_state(each) for n, each in layers if each.new_key_param_tokens is not None}
+    write_states(model, split, optimizer=optimizer, moments=moments)
     return model
 
 

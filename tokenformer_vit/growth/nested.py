@@ -1,15 +1,16 @@
-"""Nested sizes of a trained model: make a small model of one, or make them of an ordinary model."""
+"""Some pairs of a trained model: nested sizes, small models made of it, and pairs for a while."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import Counts
-from tokenformer_vit.models.sizes import model_sizes, nest_layers, set_size
+from tokenformer_vit.models.sizes import check_not_recomputed, model_sizes, nest_layers, set_size
 
 from .grow import common_share
 from .prune import Usage, adapted_tau, check_usage
@@ -49,7 +50,7 @@ def extract(
     if any(layer.active is not None for layer in unwrapped_layers(model).values()):
         raise InputError("a mask is in use: extract outside of use_pairs()")
     smaller = copy.deepcopy(model)
-    layers, kept = pattention_layers(smaller), []
+    layers, kept = pattention_layers(smaller), {}
     if size is None:
         counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
         wanted = counts_to_keep(layers, *counts)
@@ -61,15 +62,15 @@ def extract(
         sized = [layer for layer in layers.values() if layer.sized]
         for own in model_sizes(smaller)[:-1]:
             share = common_share((each.count_at(own), each.count_at(size)) for each in sized)
-            if own < size and share not in (None, 1, *(known for _, known in kept)):
-                kept.append((own, share))
+            if own < size and share not in (None, 1, *kept):
+                kept[share] = own
     states = {}
     for name, layer in layers.items():
         state = select_pairs(layer, slice(layer.count_at(shares[name])))
         state = state._replace(tau=layer.tau_at(shares[name]))
         if kept and layer.sized:
-            taus = torch.stack([*(layer.tau_at(own) for own, _ in kept), state.tau])
-            state = state._replace(nested=tuple(share for _, share in kept), tau=taus)
+            taus = torch.stack([*(layer.tau_at(own) for own in kept.values()), state.tau])
+            state = state._replace(nested=tuple(kept), tau=taus)
         states[name] = state
     write_states(smaller, states)
     return smaller
@@ -105,12 +106,44 @@ def nest(
         kinds: Kinds of layers that have sizes, such as ``["ffn"]``; None for all.
     """
     layers = unwrapped_layers(model)
-
-    def adapted(name: str, layer: Pattention, size: float) -> Tensor:
-        return adapted_tau(layer, usage[name], layer.count_at(size))  # type: ignore[index]
-
     if usage is not None:
         check_usage(layers, usage)
-    nest_layers(model, sizes, kinds, adapted if usage is not None else None)
+    nest_layers(model, sizes, kinds)
+    for name, layer in layers.items() if usage is not None else ():
+        taus = [adapted_tau(layer, usage[name], layer.count_at(size)) for size in layer.nested]
+        layer.set_nested(layer.nested, taus)
     refresh_configs(model)
     return model
+
+
+@contextmanager
+def use_pairs(model: nn.Module, pairs: Mapping[str, Any]) -> Iterator[None]:
+    """Use only these pairs of layers within a ``with`` block, and those of before after it.
+
+    The other pairs are as if removed, but τ stays. They get zero gradients; an optimizer's momentum
+    and weight decay still change them, so freeze what must not change. Not thread-safe.
+
+    Args:
+        model: Any module with Pattention layers.
+        pairs: What indexes the pairs of a layer, by the full name of the layer: a slice, integers,
+            or a boolean tensor (P,). Layers that are not named use all pairs.
+    """
+    check_not_recomputed(model)
+    layers, active = pattention_layers(model), {}
+    for name, chosen in pairs.items():
+        if name not in layers:
+            raise InputError(f"{name!r} is no Pattention layer; give names of pattention_layers()")
+        if layers[name].size != 1:
+            raise InputError(f"{name} uses a size: call set_size(None) before you choose pairs")
+        count, device = layers[name].num_param_tokens, layers[name].key_param_tokens.device
+        active[name] = torch.arange(count, device="cpu")[chosen].unique().to(device)
+        if not len(active[name]):
+            raise InputError(f"no pair of {name} is chosen: give at least one of its {count}")
+    before = {layer: layer.active for layer in layers.values()}
+    for name, layer in layers.items():
+        layer.active = active.get(name)
+    try:
+        yield
+    finally:
+        for layer, indices in before.items():
+            layer.active = indices

@@ -28,13 +28,10 @@ _NUMBERS = ("step", "mu_product", "eta", "mu")  # 0-dim, as a τ and its moments
 
 
 class LayerState(NamedTuple):
-    """Tensors of a layer: its rows by name of ``PER_PAIR``, with one for each pair, and τ.
-
-    τ is () or, if nested, (n + 1,).
-    """
+    """Tensors of a layer: by name of ``PER_PAIR`` those with a row for each pair, and τ."""
 
     rows: dict[str, Tensor]
-    tau: Tensor
+    tau: Tensor  # (), or (n + 1,) if nested
     nested: tuple[float, ...] = ()
 
     @property
@@ -48,6 +45,11 @@ def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
     if layers := find_layers(model):
         return layers
     raise InputError(f"{type(model).__name__} has no Pattention layer; give a TokenFormer")
+
+
+def count_pairs(model: nn.Module) -> dict[str, int]:
+    """Count the pairs of each Pattention layer of a model, by layer name."""
+    return {name: layer.num_param_tokens for name, layer in pattention_layers(model).items()}
 
 
 def unwrapped_layers(model: nn.Module) -> dict[str, Pattention]:
@@ -69,11 +71,7 @@ def unwrapped_layers(model: nn.Module) -> dict[str, Pattention]:
 def counts_by_layer(
     layers: Mapping[str, Pattention], *counts: Counts | Mapping[str, Counts]
 ) -> dict[str, int]:
-    """Return the wanted numbers of pairs by layer; layers without a number are left out.
-
-    ``counts`` are those of ``qkv``, ``proj`` and ``ffn``; or the first of them has all numbers by
-    kind, or by the full name of a layer.
-    """
+    """Return the given numbers of pairs by layer: of the three kinds, or of a dict, the first."""
     first: Any = counts[0]
     if isinstance(first, Mapping) and any(count is not None for count in counts[1:]):
         raise InputError("give all numbers of pairs in the dict, or none")
@@ -194,9 +192,7 @@ def refresh_configs(model: nn.Module) -> None:
         theirs: Any = getattr(getattr(module, "config", None), "model_args", None)
         ours: Any = getattr(getattr(module, "timm_model", None), "_model_args", None)
         if isinstance(theirs, dict) and ours is not None:
-            for key in (*COUNTS.values(), "nested", "nested_kinds"):
-                theirs.pop(key, None)
-                theirs |= {key: ours[key]} if key in ours else {}
+            theirs |= {key: ours[key] for key in (*COUNTS.values(), "nested", "nested_kinds")}
 
 
 @torch.no_grad()
