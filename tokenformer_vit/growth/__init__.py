@@ -1,8 +1,7 @@
 """Change the parameter tokens of a trained model: grow, freeze, prune, nest, use some pairs."""
 
 from .grow import INITS, grow, join_tokens
-from .nested import extract, nest, reorder, use_pairs
-from .prune import Usage, measure_usage, prune
+from .prune import Usage, extract, measure_usage, nest, prune, reorder, use_pairs
 from .refit import refit, removal_costs
 from .resize import MOMENTS, count_pairs, freeze_old, pattention_layers
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -16,14 +15,7 @@ from tokenformer_vit.layers.pattention import TOKENS
 from tokenformer_vit.models.sizes import kind_of, model_sizes
 from tokenformer_vit.ops import default_tau
 
-from .resize import (
-    LayerState,
-    Model,
-    counts_by_layer,
-    read_state,
-    unwrapped_layers,
-    write_states,
-)
+from .resize import LayerState, Model, counts_by_layer, read_state, unwrapped_layers, write_states
 
 INITS = ("zero_key", "random", "duplicate", "released")
 # How much the copies of a pair differ, relative to the values. Equal copies would get equal
@@ -96,14 +88,13 @@ def grow(
     growing = {name: num for name, num in wanted.items() if num != before[name].num}
     if freeze and not growing:
         raise InputError("freeze is 'old', but no layer gets new pairs: give larger numbers")
-    # Blocks of one model have the same names but for their number.
-    depths = Counter(re.sub(r"\d+", "", name) for name in layers)
     after = dict(before)
     for index, name in enumerate(sorted(before)):
         if name in growing:
             draws = hashlib.sha256(f"{seed} {index} {before[name].num}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(draws[:7], "little"))
-            depth = depths[re.sub(r"\d+", "", name)]
+            # Blocks of one model have the same names but for their number.
+            depth = sum(re.sub(r"\d+", "", name) == re.sub(r"\d+", "", each) for each in layers)
             after[name] = _grown(name, layers[name], growing[name], init, depth, generator)
     sized = {name for name, layer in layers.items() if layer.sized}
     if growing and (nested or len(sizes) > 1):
@@ -133,16 +124,8 @@ def grow(
         # Also pairs that were new in the last growth and are old now.
         if state is not before[name] or layers[name].new_key_param_tokens is not None
     }
-    write_states(
-        model,
-        changed,
-        sized=sized,
-        split=split or freeze is not None or new_lr_scale is not None,
-        freeze=freeze is not None,
-        optimizer=optimizer,
-        moments=moments,
-        new_lr_scale=new_lr_scale,
-    )
+    split = split or freeze is not None or new_lr_scale is not None
+    write_states(model, changed, optimizer, moments, sized, split, freeze, new_lr_scale)
     return model
 
 
@@ -158,7 +141,7 @@ def join_tokens(
     """
     layers = unwrapped_layers(model).items()
     split = {n: read_state(each) for n, each in layers if each.new_key_param_tokens is not None}
-    write_states(model, split, optimizer=optimizer, moments=moments)
+    write_states(model, split, optimizer, moments)
     return model
 
 

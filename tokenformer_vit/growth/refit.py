@@ -20,15 +20,7 @@ from tokenformer_vit.layers.pattention import TOKENS
 from tokenformer_vit.ops import find_theta, norm_shares
 
 from .prune import model_calls
-from .resize import (
-    LayerState,
-    Model,
-    counts_to_keep,
-    read_state,
-    select_pairs,
-    unwrapped_layers,
-    write_states,
-)
+from .resize import LayerState, Model, counts_to_keep, select_pairs, unwrapped_layers, write_states
 
 RIDGE = 1e-3  # towards the old values, relative to the mean diagonal of the Gram matrix
 REPEATS = 3  # of the ridge, each towards the result before: it rules only what inputs hardly show
@@ -65,13 +57,12 @@ def refit(
     layers = unwrapped_layers(model)
     counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
     wanted = counts_to_keep(layers, *counts)
-    fitted = _fit(model, batches, wanted)
-    states = {name: select_pairs(layer, slice(None)) for name, layer in layers.items()}
-    states |= {name: read_state(each.smaller) for name, each in fitted.items()}
+    fitted = {name: each.smaller for name, each in _fit(model, batches, wanted).items()}
+    states = {n: select_pairs(each, slice(None)) for n, each in {**layers, **fitted}.items()}
     write_states(model, states)
     for name, each in fitted.items():
         if (bias := layers[name].bias) is not None:
-            bias.copy_(each.smaller.bias)  # type: ignore[arg-type]
+            bias.copy_(each.bias)
     return model
 
 

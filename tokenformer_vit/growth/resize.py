@@ -124,12 +124,11 @@ def select_pairs(layer: Pattention, index: Any) -> LayerState:
 def write_states(
     model: nn.Module,
     states: Mapping[str, LayerState],
-    *,
-    sized: Collection[str] | None = None,
-    split: bool = False,
-    freeze: bool = False,
     optimizer: Any = None,
     moments: str | None = None,
+    sized: Collection[str] | None = None,
+    split: bool = False,
+    freeze: str | None = None,
     new_lr_scale: float | None = None,
 ) -> None:
     """Give layers new tensors, all or none; masks and sizes are reset.
@@ -173,13 +172,13 @@ def write_states(
 
 def freeze_old(model: nn.Module) -> None:
     """Freeze all parameters of a model grown with ``split=True``, but for its new pairs."""
-    parameters = dict(model.named_parameters())
-    new = {f"new_{name}" for name in PER_PAIR}
-    if not any(name.rpartition(".")[2] in new for name in parameters):
+    layers = find_layers(model).values()
+    new = {part for layer in layers for row in PER_PAIR for part in layer.parts(row)[1:]}
+    if not new:
         raise InputError("no layer stores its new pairs separately: grow with split=True")
-    for name, parameter in parameters.items():
-        parameter.requires_grad_(name.rpartition(".")[2] in new)
-        if not parameter.requires_grad:
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in new)
+        if parameter not in new:
             parameter.grad = None  # otherwise an optimizer would still make a step with it
 
 
@@ -201,10 +200,7 @@ def resize(
     optimizers: Sequence[Optimizer],
     moments: str | None,
 ) -> None:
-    """Give parameters new data, with their gradients and optimizer state, or change nothing.
-
-    The data of the first parameter of each sequence begin with the rows of them all.
-    """
+    """Give the first of old parameters new data, which begin with the rows of all, or none."""
     if moments not in (*MOMENTS, None):
         raise InputError(f"moments is {moments!r}; choose one of {', '.join(MOMENTS)}")
     owners = {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
