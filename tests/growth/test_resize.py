@@ -10,10 +10,10 @@ import timm.scheduler
 import torch
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow, join_tokens
+from tokenformer_vit.growth import grow, join_tokens, pattention_layers
 from tokenformer_vit.layers.pattention import TOKENS
 
-from .conftest import assert_equal, build, copied, images, step
+from .conftest import LINEAR, assert_equal, build, copied, images, step
 
 
 def groups(model):
@@ -42,34 +42,39 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_old_moments_are_kept_and_new_ones_are_zero(make):
-    model = build()
+@pytest.mark.parametrize(
+    ("name", "how", "split"),
+    [(name, {}, False) for name in OPTIMIZERS]
+    + [("adamw", LINEAR, each) for each in (False, True)],
+)
+def test_old_moments_are_kept_and_new_ones_are_zero(name, how, split):
+    model, make = build(**how), OPTIMIZERS[name]
     parameters = dict(model.named_parameters())
     optimizer = make(groups(model))
     step(model, optimizer, 3)
-    keys = model.blocks[0].mlp.key_param_tokens
-    state = copy.deepcopy(optimizer.state[keys])
-    grow(model, num_ffn_param_tokens=192, optimizer=optimizer)
+    states = {p: copy.deepcopy(optimizer.state[p]) for p in model.blocks[0].mlp.parameters()}
+    grow(model, num_ffn_param_tokens=192, optimizer=optimizer, split=split)
 
-    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert all(model.get_parameter(name) is p for name, p in parameters.items())
     assert_in_order(model, optimizer)
-    for name, value in state.items():
-        carried = optimizer.state[keys][name]
-        if isinstance(value, torch.Tensor) and value.dim():
-            assert torch.equal(carried[:128], value), name
-            assert not carried[128:].any(), name
-        else:
-            assert carried == value
+    for parameter, state in states.items():
+        for key, value in state.items():
+            carried = optimizer.state[parameter][key]
+            if isinstance(value, torch.Tensor) and value.dim():
+                assert torch.equal(carried[: len(value)], value), key
+                assert not carried[len(value) :].any(), key
+            else:
+                assert carried == value
     step(model, optimizer)
 
     # A model that is built anew with these counts takes the same steps with the loaded state.
-    rebuilt, x = build(num_ffn_param_tokens=192), images(4)
+    rebuilt, x = grow(build(**how), num_ffn_param_tokens=192, split=split), images(4)
     rebuilt.load_state_dict(model.state_dict())
     again = make(groups(rebuilt))
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    step(model, optimizer, 2, x)
-    step(rebuilt, again, 2, x)
+    for network, each in ((model, optimizer), (rebuilt, again)):
+        step(network, each, 2, x)
+        step(join_tokens(network, each), each, 1, x)
     assert_equal(rebuilt.state_dict(), model.state_dict())
 
 
@@ -313,30 +318,12 @@ def test_several_optimizers_go_on(make, split):
     now = [{p for g in each.param_groups for p in g["params"]} for each in optimizers]
     assert now[0] | now[1] == {*model.parameters()}
     assert not now[0] & now[1]
+    for layer in pattention_layers(model).values():  # new pairs are where their old ones are
+        tokens = {part for row in TOKENS for part in layer.parts(row)}
+        assert tokens <= now[0] or tokens <= now[1]
     more = 20 if split else 0  # keys and values of ten layers
     assert sum(map(len, now)) == sum(held) + more
     before = copied(dict(model.named_parameters()))
     for optimizer in optimizers:
         step(model, optimizer, 2)  # zero keys first
     assert all((p != before[name]).any() for name, p in model.named_parameters())
-
-
-def test_new_pairs_join_the_group_of_their_old_ones():
-    model = build()
-    named = dict(model.named_parameters())
-    parts = [[p for n, p in named.items() if (".attn." in n) == attn] for attn in (True, False)]
-    optimizer = torch.optim.SGD([{"params": each} for each in parts], lr=0.1)  # of equal settings
-    grow(model, num_ffn_param_tokens=160, optimizer=optimizer, split=True)
-    assert {*model.blocks[0].mlp.parameters()} <= {*optimizer.param_groups[1]["params"]}
-
-
-def test_pytorchs_own_way_to_add_parameters_works():
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    step(model, optimizer)
-    grow(model, num_ffn_param_tokens=160, freeze="old")
-    new = [p for name, p in model.named_parameters() if ".new_" in name]
-    optimizer.add_param_group({"params": new, "lr": 1e-2})
-    before = [p.detach().clone() for p in new]
-    step(model, optimizer, 2)
-    assert all((p != old).any() for p, old in zip(new, before, strict=True))

@@ -261,9 +261,10 @@ def nest(
     if usage is not None:
         check_usage(layers, usage)
     nest_layers(model, sizes, kinds)
-    for name, layer in layers.items() if usage is not None else ():
-        taus = [adapted_tau(layer, usage[name], layer.count_at(size)) for size in layer.nested]
-        layer.set_nested(layer.nested, taus)
+    for name, layer in layers.items():
+        if usage is not None:
+            taus = [adapted_tau(layer, usage[name], layer.count_at(own)) for own in layer.nested]
+            layer.set_nested(layer.nested, taus)
     refresh_configs(model)
     return model
 

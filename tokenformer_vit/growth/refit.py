@@ -16,7 +16,6 @@ from tqdm import tqdm
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention, TokenFormerBlock
 from tokenformer_vit.layers.arguments import Counts
-from tokenformer_vit.layers.pattention import TOKENS
 from tokenformer_vit.ops import find_theta, norm_shares
 
 from .prune import model_calls
@@ -173,7 +172,7 @@ class _Twin(nn.Module):
         linear = layer.as_linear()
         linear.weight.copy_((solve(gram, product, linear.weight.t()) * scale).t())
         keys, values = Pattention.from_linear(linear, gram).used_tokens()[:2]
-        rows = dict(zip(TOKENS, (keys, (values / scale).to(keys)), strict=True))
+        rows = {"key_param_tokens": keys, "value_param_tokens": (values / scale).to(keys)}
         keys = keys.double()
         gram = keys @ gram @ keys.t()  # of the scores, in place of the inputs
         self.costs = (gram.diagonal() * values.square().sum(dim=1))[: layer.num_param_tokens]

@@ -110,7 +110,7 @@ def counts_to_keep(
 def read_state(layer: Pattention) -> LayerState:
     """Return the tensors of a layer, detached, with old and new pairs joined."""
     parts = {name: layer.parts(name) for name in PER_PAIR}
-    rows = {name: torch.cat(each).detach() for name, each in parts.items() if each}
+    rows = {name: torch.cat([*each]).detach() for name, each in parts.items() if each}
     return LayerState(rows, layer.tau.detach(), layer.nested)
 
 
