@@ -27,23 +27,6 @@ ABSENT = {
     "generation.test_utils": "GenerationTesterMixin",
     "exporters.test_export": "ExportTesterMixin",
 }
-# Every skip, by the words of the test that skips itself, and why it may.
-SKIPS = {
-    "requires (multiple )?accelerator": "needs a GPU",
-    "requires (Flash Attention|the kernels library|MPS)": "needs a GPU",
-    "requires deepspeed": "needs deepspeed",
-    "not (a )?composite|No subconfigs|does not support SDPA": "for models that consist of models",
-    "grouped_mm|sparse experts|output_router_logits": "for mixtures of experts",
-    "sequence-to-sequence": "for encoder-decoders",
-    "No conversion found": "for models with other names in old files",
-    "_keep_in_fp32_modules": "τ keeps its float32 without this list",
-    "RoPE": "for rotary positions of transformers' own class",
-    "position embeddings": "for models whose context can be resized",
-    "sliding window": "for models with a sliding window",
-    "TP plan": "for models with a plan of tensor parallelism",
-    "does not support output_attentions": "PyTorch's attention returns no weights",
-    "test is slow": "needs RUN_SLOW=1",
-}
 
 
 def import_tests(folder: Path) -> types.ModuleType:
@@ -113,6 +96,4 @@ def test_of_transformers(case):
     for _, text in result.failures + result.errors:
         pytest.fail(text, pytrace=False)
     for _, reason in result.skipped:
-        known = [why for words, why in SKIPS.items() if re.search(words, reason)]
-        assert known, f"SKIPS does not know the reason {reason!r}"
-        pytest.skip(f"{known[0]}: {reason}")
+        pytest.skip(reason)
