@@ -15,17 +15,7 @@ from tokenformer_vit.layers.pattention import TOKENS
 from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.ops import THETAS, default_tau
 
-from .conftest import (
-    LINEAR,
-    assert_equal,
-    assert_same,
-    build,
-    copied,
-    images,
-    in_float64,
-    logits,
-    step,
-)
+from .conftest import LINEAR, assert_equal, assert_same, build, images, in_float64, logits, step
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 
@@ -64,7 +54,7 @@ def test_growth_to_any_size_is_exact(how, init):
 def test_layers_of_two_variants_grow_each_by_its_own():
     pair, x = nn.ModuleDict({"a": build(), "b": build("softmax")}), images()
     before = {name: logits(each, x) for name, each in pair.items()}
-    state = copied(pair.state_dict())
+    state = copy.deepcopy(pair.state_dict())
     with pytest.raises(InputError, match=r"b\.blocks.* softmax.* init='duplicate'"):
         grow(pair, num_ffn_param_tokens=256)
     assert_equal(pair.state_dict(), state)
@@ -163,7 +153,7 @@ def test_released_growth_draws_and_scales_as_the_released_code(theta):
 def test_what_cannot_be_grown_is_said_and_left_as_it_is(arguments, message):
     how = {"num_ffn_param_tokens": 256, **arguments} if arguments else {}
     model = build()
-    before = copied(model.state_dict())
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises(InputError, match=message):
         grow(model, **how)
     assert_equal(model.state_dict(), before)

@@ -15,7 +15,7 @@ from tokenformer_vit.layers.pattention import PER_PAIR, TOKENS
 from tokenformer_vit.models import from_vit
 from tokenformer_vit.models.sizes import set_size
 
-from .conftest import LINEAR, SHAPE, assert_same, build, copied, images, in_float64, logits, step
+from .conftest import LINEAR, SHAPE, assert_same, build, images, in_float64, logits, step
 
 
 def disturbed(model) -> Any:
@@ -40,11 +40,11 @@ def doubled(model):
 @pytest.mark.parametrize("make", [linear, build])
 def test_frozen_old_pairs_and_biases_do_not_move(make):
     model, x = make(), images(4)
-    old, before = copied(model.state_dict()), logits(model, x)
+    old, before = copy.deepcopy(model.state_dict()), logits(model, x)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
     model(x).square().sum().backward()  # a pending gradient
     grow(model, doubled(model), freeze="old", nested=True, optimizer=optimizer)
-    new = copied({name: p for name, p in model.named_parameters() if p.requires_grad})
+    new = copy.deepcopy({name: p for name, p in model.named_parameters() if p.requires_grad})
     per_pair = {name.rpartition(".")[2] for name in old} & {*PER_PAIR}
     assert {name.rpartition(".")[2] for name in new} == {f"new_{name}" for name in per_pair}
     model(x).square().sum().backward()

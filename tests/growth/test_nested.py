@@ -18,7 +18,7 @@ from tokenformer_vit.growth import (
 )
 from tokenformer_vit.ops import THETAS
 
-from .conftest import LINEAR, assert_equal, build, copied, images, logits
+from .conftest import LINEAR, assert_equal, build, images, logits
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def with_own_taus(**kwargs):
 @pytest.mark.parametrize("theta", THETAS)
 def test_an_extracted_model_equals_the_size_bit_by_bit(theta):
     model, x = with_own_taus(theta=theta, nested=(0.25, 0.5)), images()
-    before = copied(model.state_dict())
+    before = copy.deepcopy(model.state_dict())
     for size in (0.25, 0.4, 0.5):
         small = extract(model, size)
         assert torch.equal(logits(small, x), logits(model, x, size))
@@ -111,7 +111,7 @@ def test_a_nested_model_grows_on_top():
     assert model.sizes == (0.25, 0.5, 1.0)
     for size, expected in zip(model.sizes, before, strict=False):
         assert torch.equal(logits(model, x, size), expected)
-    state = copied(model.state_dict())
+    state = copy.deepcopy(model.state_dict())
     with pytest.raises(InputError, match=r"is 'duplicate'.* choose another init"):
         grow(model, num_ffn_param_tokens=512, init="duplicate")
     with pytest.raises(InputError, match=r"size 0\.25 of before .* let these layers alone grow"):
