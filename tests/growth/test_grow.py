@@ -21,7 +21,8 @@ fsdp = pytest.importorskip("torch.distributed.fsdp")
 
 SIZES = {"num_qkv_param_tokens": 64, "num_proj_param_tokens": 96, "num_ffn_param_tokens": 192}
 DOUBLED = {**SIZES, "num_proj_param_tokens": 64, "num_ffn_param_tokens": 256}
-ZERO_KEY = [theta for theta in THETAS if theta != "softmax"]  # a zero key has a weight there
+EXACT = [(theta, init) for theta in THETAS for init in ("zero_key", "duplicate")]
+EXACT.remove(("softmax", "zero_key"))  # a zero key has a weight there
 
 
 def adamw(model, **how):
@@ -29,12 +30,10 @@ def adamw(model, **how):
 
 
 @pytest.mark.parametrize(
-    ("how", "init"),
-    [(LINEAR, "zero_key"), (LINEAR, "duplicate")]
-    + [({"theta": theta, "pattention_args": {"eps": 1e-3}}, "zero_key") for theta in ZERO_KEY]
-    + [({"theta": theta, "pattention_args": {"eps": 1e-3}}, "duplicate") for theta in THETAS],
+    ("theta", "init"), [*EXACT, ("LINEAR", "zero_key"), ("LINEAR", "duplicate")]
 )
-def test_growth_to_any_size_is_exact(how, init):
+def test_growth_to_any_size_is_exact(theta, init):
+    how = LINEAR if theta == "LINEAR" else {"theta": theta, "pattention_args": {"eps": 1e-3}}
     model, x = build(**how), images()
     step(model, adamw(model), 2)  # with biases that are not 0
     exact = in_float64(copy.deepcopy(model))
@@ -95,11 +94,7 @@ def test_layers_of_another_module_grow_shrink_and_are_sized_by_name():
         grow(net, num_ffn_param_tokens=48)
 
 
-@pytest.mark.parametrize(
-    ("theta", "init"),
-    [*((theta, "zero_key") for theta in ZERO_KEY)]
-    + [(theta, init) for theta in THETAS for init in ("random", "duplicate")],
-)
+@pytest.mark.parametrize(("theta", "init"), [*EXACT, *((theta, "random") for theta in THETAS)])
 def test_ten_steps_move_every_new_key_and_value(theta, init):
     model = build(theta)
     counts = count_pairs(model)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import timm.optim
-import timm.scheduler
 import torch
 
 from tokenformer_vit.errors import InputError
@@ -21,6 +20,10 @@ def groups(model):
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
     return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+def without_params(group):
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def assert_in_order(model, optimizer):
@@ -52,11 +55,15 @@ def test_old_moments_are_kept_and_new_ones_are_zero(name, how, split):
     parameters = dict(model.named_parameters())
     optimizer = make(groups(model))
     step(model, optimizer, 3)
+    held, settings = [*optimizer.param_groups], [without_params(g) for g in optimizer.param_groups]
     states = {p: copy.deepcopy(optimizer.state[p]) for p in model.blocks[0].mlp.parameters()}
     grow(model, num_ffn_param_tokens=192, optimizer=optimizer, split=split)
 
     assert all(model.get_parameter(name) is p for name, p in parameters.items())
     assert_in_order(model, optimizer)
+    # Schedulers, which hold the groups, go on.
+    assert all(g is before for g, before in zip(optimizer.param_groups, held, strict=True))
+    assert [without_params(group) for group in held] == settings
     for parameter, state in states.items():
         for key, value in state.items():
             carried = optimizer.state[parameter][key]
@@ -103,30 +110,6 @@ def test_new_pairs_have_a_learning_rate_of_their_own():
     assert new not in optimizer.state
     assert newer not in optimizer.state
     step(model, optimizer)
-
-
-SCHEDULERS = {
-    "timm": lambda optimizer: timm.scheduler.CosineLRScheduler(optimizer, t_initial=9),
-    "torch": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=9),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("split", [False, True])
-def test_a_scheduler_from_before_growth_goes_on(name, split):
-    runs = []
-    for grows in (True, False):
-        model = build()
-        optimizer = OPTIMIZERS["adamw"](groups(model))
-        scheduler, rates = SCHEDULERS[name](optimizer), []
-        for epoch in range(1, 5):
-            step(model, optimizer)
-            scheduler.step(*([epoch] if name == "timm" else []))
-            if grows and epoch == 2:
-                grow(model, num_ffn_param_tokens=192, optimizer=optimizer, split=split)
-            rates.append([group["lr"] for group in optimizer.param_groups])
-        runs.append(rates)
-    assert runs[0] == runs[1]
 
 
 def test_a_fused_optimizer_that_was_not_given_does_not_step():

@@ -6,7 +6,6 @@ clone has the tests of generation and of export.
 """
 
 import os
-import re
 import sys
 import types
 import unittest
@@ -16,11 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
+if not (SOURCE := os.environ.get("TRANSFORMERS_SOURCE")):
+    pytest.skip("TRANSFORMERS_SOURCE is not set; see the top of the file", allow_module_level=True)
 pytest.importorskip("parameterized", reason="transformers' own tests need parameterized")
 
 from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM, TokenFormerModel
 from tokenformer_vit.language.modeling import TokenFormerForSequenceClassification
 
+# One test looks for a FutureWarning.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("always::FutureWarning")]
 PACKAGE = "tests_of_transformers"
 # Files that the tests import, and the source distribution lacks.
 ABSENT = {
@@ -73,27 +76,4 @@ def make_suite(folder: Path) -> type[unittest.TestCase]:
     return type("Suite", (*mixins, unittest.TestCase), names)
 
 
-def pytest_generate_tests(metafunc):
-    if not (source := os.environ.get("TRANSFORMERS_SOURCE")):
-        reason = "TRANSFORMERS_SOURCE is not set; see the head of this file"
-        metafunc.parametrize("case", [pytest.param(None, marks=pytest.mark.skip(reason=reason))])
-        return
-    folder = Path(source, "tests")
-    for file in folder.glob("**/test_*.py"):
-        for mark in re.findall(r"\bmark\.(\w+)", file.read_text(encoding="utf-8")):
-            metafunc.config.addinivalue_line("markers", f"{mark}: of transformers")
-    suite = make_suite(folder)
-    names = [name for name in dir(suite) if name.startswith("test_")]
-    cases = [suite(name) for name in names if callable(getattr(suite, name))]
-    metafunc.parametrize("case", cases, ids=[case._testMethodName for case in cases])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("always::FutureWarning")  # one test looks for one
-def test_of_transformers(case):
-    result = unittest.TestResult()
-    case.run(result)
-    for _, text in result.failures + result.errors:
-        pytest.fail(text, pytrace=False)
-    for _, reason in result.skipped:
-        pytest.skip(reason)
+TestOfTransformers = make_suite(Path(SOURCE, "tests"))
