@@ -6,7 +6,6 @@ merged with itself keeps its outputs. After two trainings, train the merged mode
 """
 
 import copy
-from typing import Any
 
 import timm
 import torch
@@ -25,13 +24,12 @@ def merge(model_a: nn.Module, model_b: nn.Module) -> nn.Module:
     others = pattention_layers(model_b)
     for name, layer in pattention_layers(merged).items():
         a, b = read_state(layer), read_state(others[name])
-        biases: Any = [a.score_bias, b.score_bias]
         order = find_theta(layer.theta).norm_order
         assert layer.theta == others[name].theta
         tau = (a.tau**order + b.tau**order) ** (1 / order) if order else a.tau
-        values = torch.cat((a.values, b.values)) / 2
-        bias = None if a.score_bias is None else torch.cat(biases)
-        states[name] = LayerState(torch.cat((a.keys, b.keys)), values, bias, tau)
+        rows = {row: torch.cat((data, b.rows[row])) for row, data in a.rows.items()}
+        rows["value_param_tokens"] /= 2
+        states[name] = LayerState(rows, tau)
     theirs = model_b.state_dict()
     for name, tensor in merged.state_dict().items():
         if name.endswith(".bias") or not name.startswith(tuple(f"{layer}." for layer in states)):

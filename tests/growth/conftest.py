@@ -67,7 +67,3 @@ def assert_equal(actual, expected):
     assert list(actual) == list(expected)
     for name, tensor in expected.items():
         assert torch.equal(actual[name], tensor), name
-
-
-def copied(state_dict):
-    return {name: tensor.clone() for name, tensor in state_dict.items()}

@@ -15,11 +15,14 @@ from tokenformer_vit.layers.pattention import TOKENS
 from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.ops import THETAS, default_tau
 
-from .conftest import assert_equal, assert_same, build, copied, images, in_float64, logits, step
+from .conftest import LINEAR, assert_equal, assert_same, build, images, in_float64, logits, step
+
+fsdp = pytest.importorskip("torch.distributed.fsdp")
 
 SIZES = {"num_qkv_param_tokens": 64, "num_proj_param_tokens": 96, "num_ffn_param_tokens": 192}
 DOUBLED = {**SIZES, "num_proj_param_tokens": 64, "num_ffn_param_tokens": 256}
-ZERO_KEY = [theta for theta in THETAS if theta != "softmax"]  # a zero key has a weight there
+EXACT = [(theta, init) for theta in THETAS for init in ("zero_key", "duplicate")]
+EXACT.remove(("softmax", "zero_key"))  # a zero key has a weight there
 
 
 def adamw(model, **how):
@@ -27,12 +30,12 @@ def adamw(model, **how):
 
 
 @pytest.mark.parametrize(
-    ("theta", "init"),
-    [*((theta, "zero_key") for theta in ZERO_KEY), *((theta, "duplicate") for theta in THETAS)],
+    ("theta", "init"), [*EXACT, ("LINEAR", "zero_key"), ("LINEAR", "duplicate")]
 )
 def test_growth_to_any_size_is_exact(theta, init):
-    model, x = build(theta, pattention_args={"eps": 1e-3}), images()
-    step(model, adamw(model), 2)
+    how = LINEAR if theta == "LINEAR" else {"theta": theta, "pattention_args": {"eps": 1e-3}}
+    model, x = build(**how), images()
+    step(model, adamw(model), 2)  # with biases that are not 0
     exact = in_float64(copy.deepcopy(model))
     before, before64 = logits(model, x), logits(exact, x.double())
     sizes = [DOUBLED, {"num_ffn_param_tokens": 768}]
@@ -42,7 +45,7 @@ def test_growth_to_any_size_is_exact(theta, init):
         sizes = [{"num_qkv_param_tokens": 77}, {"num_ffn_param_tokens": 301}]
     for counts in sizes:
         grow(model, **counts, init=init)
-        grow(exact, **counts, init=init)
+        grow(exact, **counts, init=init, split=True)
         assert_same(logits(model, x), before)
         assert_same(logits(exact, x.double()), before64)
 
@@ -50,7 +53,7 @@ def test_growth_to_any_size_is_exact(theta, init):
 def test_layers_of_two_variants_grow_each_by_its_own():
     pair, x = nn.ModuleDict({"a": build(), "b": build("softmax")}), images()
     before = {name: logits(each, x) for name, each in pair.items()}
-    state = copied(pair.state_dict())
+    state = copy.deepcopy(pair.state_dict())
     with pytest.raises(InputError, match=r"b\.blocks.* softmax.* init='duplicate'"):
         grow(pair, num_ffn_param_tokens=256)
     assert_equal(pair.state_dict(), state)
@@ -91,11 +94,7 @@ def test_layers_of_another_module_grow_shrink_and_are_sized_by_name():
         grow(net, num_ffn_param_tokens=48)
 
 
-@pytest.mark.parametrize(
-    ("theta", "init"),
-    [*((theta, "zero_key") for theta in ZERO_KEY)]
-    + [(theta, init) for theta in THETAS for init in ("random", "duplicate")],
-)
+@pytest.mark.parametrize(("theta", "init"), [*EXACT, *((theta, "random") for theta in THETAS)])
 def test_ten_steps_move_every_new_key_and_value(theta, init):
     model = build(theta)
     counts = count_pairs(model)
@@ -142,15 +141,14 @@ def test_released_growth_draws_and_scales_as_the_released_code(theta):
         ({"init": "zero"}, "unknown init 'zero'.* never learn.* choose one of zero_key"),
         ({"num_ffn_param_tokens": 200, "init": "duplicate"}, "give a multiple, or init='zero_key'"),
         ({"freeze": "new"}, "freeze must be 'old' or None, but got 'new'"),
-        ({"theta": "softmax"}, "softmax, which gives a zero key .* choose init='duplicate'"),
         ({"num_ffn_param_tokens": [144, 160, 176]}, "has 3 numbers for 2 blocks: .* each block"),
         ({"nested": True, "num_ffn_param_tokens": [160, 128]}, "let these layers alone grow"),
     ],
 )
 def test_what_cannot_be_grown_is_said_and_left_as_it_is(arguments, message):
     how = {"num_ffn_param_tokens": 256, **arguments} if arguments else {}
-    model = build(how.pop("theta", "gelu_l2"))
-    before = copied(model.state_dict())
+    model = build()
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises(InputError, match=message):
         grow(model, **how)
     assert_equal(model.state_dict(), before)
@@ -176,27 +174,21 @@ CHANGES = [
 ]
 
 
+WRAPPERS = {
+    "is wrapped by DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    "is wrapped by FSDPModule": lambda model: fsdp.fully_shard(model),
+    "is fused.* before reparameterize_model": reparameterize_model,
+}
+
+
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("wrap", ["DistributedDataParallel", "FSDPModule"])
-def test_a_wrapped_model_is_refused(wrap):
-    model = build()
-    usage = growth.measure_usage(model, [images()])
-    if wrap == "FSDPModule":
-        wrapped: nn.Module = pytest.importorskip("torch.distributed.fsdp").fully_shard(model)
-    else:
-        wrapped = nn.parallel.DistributedDataParallel(model)
+@pytest.mark.parametrize("said", WRAPPERS)
+def test_a_wrapped_or_fused_model_is_refused(said):
+    model = build(**LINEAR)
+    usage, wrapped = growth.measure_usage(model, [images()]), WRAPPERS[said](model)
     for change in CHANGES:
-        with pytest.raises(InputError, match=rf"{wrap}.* before it is wrapped"):
+        with pytest.raises(InputError, match=said):
             change(wrapped, usage)
-
-
-def test_a_fused_model_is_refused():
-    theta = {"qkv": "linear", "proj": "linear", "ffn": "gelu"}
-    model = build(theta)
-    usage, fused = growth.measure_usage(model, [images()]), reparameterize_model(model)
-    for change in CHANGES:
-        with pytest.raises(InputError, match=r"is fused.* before reparameterize_model"):
-            change(fused, usage)
 
 
 def test_a_compiled_model_is_trained_before_and_after_growth():

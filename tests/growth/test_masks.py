@@ -50,12 +50,13 @@ def test_chosen_pairs_compute_what_a_model_of_them_does_and_are_restored():
 def test_pairs_that_cannot_be_used():
     model, x = build(), images()
     before = logits(model, x)
-    with pytest.raises(InputError, match=r"'mlp' is no Pattention layer; give names of"):
-        use_pairs(model, {"mlp": slice(1)}).__enter__()
-    with pytest.raises(InputError, match=r"no pair of blocks\.0\.mlp is chosen.* of its 128"):
-        use_pairs(model, {"blocks.1.mlp": [3], "blocks.0.mlp": slice(0)}).__enter__()
-    with pytest.raises(IndexError):
-        use_pairs(model, {"blocks.0.mlp": [128]}).__enter__()
+    for pairs, error, said in (
+        ({"mlp": slice(1)}, InputError, "'mlp' is no Pattention layer; give names of"),
+        ({"blocks.0.mlp": slice(0)}, InputError, r"no pair of .*mlp is chosen.* of its 128"),
+        ({"blocks.0.mlp": [128]}, IndexError, "128"),
+    ):
+        with pytest.raises(error, match=said):
+            use_pairs(model, pairs).__enter__()
     model.set_size(0.5)
     with pytest.raises(InputError, match=r"uses a size: call set_size\(None\)"):
         use_pairs(model, {"blocks.0.mlp": [3]}).__enter__()

@@ -18,7 +18,7 @@ from tokenformer_vit.growth import (
 )
 from tokenformer_vit.ops import THETAS
 
-from .conftest import LINEAR, assert_equal, build, copied, images, logits
+from .conftest import LINEAR, assert_equal, build, images, logits
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def with_own_taus(**kwargs):
 @pytest.mark.parametrize("theta", THETAS)
 def test_an_extracted_model_equals_the_size_bit_by_bit(theta):
     model, x = with_own_taus(theta=theta, nested=(0.25, 0.5)), images()
-    before = copied(model.state_dict())
+    before = copy.deepcopy(model.state_dict())
     for size in (0.25, 0.4, 0.5):
         small = extract(model, size)
         assert torch.equal(logits(small, x), logits(model, x, size))
@@ -75,10 +75,16 @@ def test_an_ordinary_model_is_nested_without_a_change():
 
 @pytest.mark.parametrize("kinds", [None, ["ffn"]])
 @pytest.mark.parametrize(
-    ("theta", "init"), [("gelu_l2", "zero_key"), ("gelu_l1", "released"), ("softmax", "random")]
+    ("how", "init"),
+    [
+        ({}, "zero_key"),
+        ({"theta": "gelu_l1"}, "released"),
+        ({"theta": "softmax"}, "random"),
+        (LINEAR, "zero_key"),
+    ],
 )
-def test_a_family_made_upwards_contains_its_small_models(theta, init, kinds):
-    model, x = with_own_taus(theta=theta), images()
+def test_a_family_made_upwards_contains_its_small_models(how, init, kinds):
+    model, x = with_own_taus(**how), images()
     members = [logits(model, x)]
     for factor in (2, 3):
         counts = [None, None] if kinds else [32 * factor] * 2
@@ -91,7 +97,9 @@ def test_a_family_made_upwards_contains_its_small_models(theta, init, kinds):
     assert model.blocks[0].attn.query.sized == (kinds is None)
     for size, expected in zip(model.sizes, members, strict=True):
         assert torch.equal(logits(model, x, size), expected)
-        assert torch.equal(logits(extract(model, size), x), expected)
+        small = extract(model, size)
+        assert torch.equal(logits(small, x), expected)
+        assert small.blocks[0].mlp.num_param_tokens == round(384 * size)
 
 
 def test_a_nested_model_grows_on_top():
@@ -103,24 +111,9 @@ def test_a_nested_model_grows_on_top():
     assert model.sizes == (0.25, 0.5, 1.0)
     for size, expected in zip(model.sizes, before, strict=False):
         assert torch.equal(logits(model, x, size), expected)
-    state = copied(model.state_dict())
+    state = copy.deepcopy(model.state_dict())
     with pytest.raises(InputError, match=r"is 'duplicate'.* choose another init"):
         grow(model, num_ffn_param_tokens=512, init="duplicate")
     with pytest.raises(InputError, match=r"size 0\.25 of before .* let these layers alone grow"):
         grow(model, num_ffn_param_tokens=512)
     assert_equal(model.state_dict(), state)
-
-
-def test_feed_forward_layers_alone_have_sizes_beside_linear_tokens():
-    model, x = build(**LINEAR), images()
-    for layer in pattention_layers(model).values():
-        torch.nn.init.normal_(layer.bias)
-    nest(model, (0.5,), kinds=["ffn"])
-    before = logits(model, x, 0.5), logits(model, x)
-    grow(model, num_ffn_param_tokens=256)
-    assert model.sizes == (0.25, 0.5, 1.0)
-    assert torch.equal(logits(model, x, 0.25), before[0])
-    assert torch.equal(logits(model, x, 0.5), before[1])
-    small = extract(model, 0.25)
-    assert torch.equal(logits(small, x), before[0])
-    assert [*count_pairs(small).values()] == 2 * [32, 32, 32, 32, 64]

@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import (
-    count_pairs,
-    grow,
-    measure_usage,
-    pattention_layers,
-    prune,
-)
+from tokenformer_vit.growth import count_pairs, grow, measure_usage, pattention_layers, prune
 from tokenformer_vit.models import LMConfig, TokenFormerLM
 from tokenformer_vit.ops import THETAS
 

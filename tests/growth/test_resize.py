@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import timm.optim
-import timm.scheduler
 import torch
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow, join_tokens
+from tokenformer_vit.growth import grow, join_tokens, pattention_layers
 from tokenformer_vit.layers.pattention import TOKENS
 
-from .conftest import assert_equal, build, copied, images, step
+from .conftest import LINEAR, assert_equal, build, images, step
 
 
 def groups(model):
@@ -21,6 +20,10 @@ def groups(model):
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
     return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+def without_params(group):
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def assert_in_order(model, optimizer):
@@ -42,34 +45,43 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_old_moments_are_kept_and_new_ones_are_zero(make):
-    model = build()
+@pytest.mark.parametrize(
+    ("name", "how", "split"),
+    [(name, {}, False) for name in OPTIMIZERS]
+    + [("adamw", LINEAR, each) for each in (False, True)],
+)
+def test_old_moments_are_kept_and_new_ones_are_zero(name, how, split):
+    model, make = build(**how), OPTIMIZERS[name]
     parameters = dict(model.named_parameters())
     optimizer = make(groups(model))
     step(model, optimizer, 3)
-    keys = model.blocks[0].mlp.key_param_tokens
-    state = copy.deepcopy(optimizer.state[keys])
-    grow(model, num_ffn_param_tokens=192, optimizer=optimizer)
+    held, settings = [*optimizer.param_groups], [without_params(g) for g in optimizer.param_groups]
+    states = {p: copy.deepcopy(optimizer.state[p]) for p in model.blocks[0].mlp.parameters()}
+    grow(model, num_ffn_param_tokens=192, optimizer=optimizer, split=split)
 
-    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert all(model.get_parameter(name) is p for name, p in parameters.items())
     assert_in_order(model, optimizer)
-    for name, value in state.items():
-        carried = optimizer.state[keys][name]
-        if isinstance(value, torch.Tensor) and value.dim():
-            assert torch.equal(carried[:128], value), name
-            assert not carried[128:].any(), name
-        else:
-            assert carried == value
+    # Schedulers, which hold the groups, go on.
+    assert all(g is before for g, before in zip(optimizer.param_groups, held, strict=True))
+    assert [without_params(group) for group in held] == settings
+    for parameter, state in states.items():
+        for key, value in state.items():
+            carried = optimizer.state[parameter][key]
+            if isinstance(value, torch.Tensor) and value.dim():
+                assert torch.equal(carried[: len(value)], value), key
+                assert not carried[len(value) :].any(), key
+            else:
+                assert carried == value
     step(model, optimizer)
 
     # A model that is built anew with these counts takes the same steps with the loaded state.
-    rebuilt, x = build(num_ffn_param_tokens=192), images(4)
+    rebuilt, x = grow(build(**how), num_ffn_param_tokens=192, split=split), images(4)
     rebuilt.load_state_dict(model.state_dict())
     again = make(groups(rebuilt))
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    step(model, optimizer, 2, x)
-    step(rebuilt, again, 2, x)
+    for network, each in ((model, optimizer), (rebuilt, again)):
+        step(network, each, 2, x)
+        step(join_tokens(network, each), each, 1, x)
     assert_equal(rebuilt.state_dict(), model.state_dict())
 
 
@@ -98,30 +110,6 @@ def test_new_pairs_have_a_learning_rate_of_their_own():
     assert new not in optimizer.state
     assert newer not in optimizer.state
     step(model, optimizer)
-
-
-SCHEDULERS = {
-    "timm": lambda optimizer: timm.scheduler.CosineLRScheduler(optimizer, t_initial=9),
-    "torch": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=9),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("split", [False, True])
-def test_a_scheduler_from_before_growth_goes_on(name, split):
-    runs = []
-    for grows in (True, False):
-        model = build()
-        optimizer = OPTIMIZERS["adamw"](groups(model))
-        scheduler, rates = SCHEDULERS[name](optimizer), []
-        for epoch in range(1, 5):
-            step(model, optimizer)
-            scheduler.step(*([epoch] if name == "timm" else []))
-            if grows and epoch == 2:
-                grow(model, num_ffn_param_tokens=192, optimizer=optimizer, split=split)
-            rates.append([group["lr"] for group in optimizer.param_groups])
-        runs.append(rates)
-    assert runs[0] == runs[1]
 
 
 def test_a_fused_optimizer_that_was_not_given_does_not_step():
@@ -176,7 +164,7 @@ def test_growth_that_an_optimizer_cannot_follow_changes_nothing(odd):
     step(model, optimizer)
     state = optimizer.state[model.blocks[1].mlp.value_param_tokens]  # the last one that grows
     state[name] = ODD[odd](state[name])
-    before = copied(model.state_dict())
+    before = copy.deepcopy(model.state_dict())
     buffers = [optimizer.state[p][name] for p in model.parameters()]
     with pytest.raises(InputError, match=rf"{name}.* give moments='reset'"):
         grow(model, num_ffn_param_tokens=192, optimizer=optimizer)
@@ -284,59 +272,26 @@ def test_a_backward_pass_through_outputs_of_before_growth_raises(how):
     assert model.blocks[0].mlp.parts(TOKENS[0])[-1].grad is not None
 
 
-def muon_and_adamw(model):
-    """Muon for the matrices of blocks, AdamW for the rest, as modded-nanogpt trains."""
-    tokens = {p for name, p in model.named_parameters() if name.endswith(TOKENS)}
-    others = [p for p in model.parameters() if p not in tokens]
-    muon = timm.optim.Muon([p for p in model.parameters() if p in tokens], lr=1e-3)
-    return muon, torch.optim.AdamW(others, lr=1e-3)
-
-
-def of_parts(model):
-    """Attention in one optimizer, everything else in another."""
-    named = dict(model.named_parameters())
-    attention = [p for name, p in named.items() if ".attn." in name]
-    others = [p for name, p in named.items() if ".attn." not in name]
-    return torch.optim.AdamW(attention, lr=1e-3), torch.optim.SGD(others, lr=0.1, momentum=0.9)
-
-
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("make", [muon_and_adamw, of_parts])
-def test_several_optimizers_go_on(make, split):
-    model = build(pattention_args={"learn_tau": True})
-    optimizers = make(model)
-    given = optimizers if make is of_parts else optimizers[0]  # τ and the rest do not grow
+@pytest.mark.parametrize(
+    ("how", "given"),  # score biases grow in the second one; τ does not, nor does all the rest
+    [(LINEAR, slice(2)), ({"pattention_args": {"learn_tau": True}}, slice(1))],
+)
+def test_several_optimizers_go_on(how, given, split):
+    """Muon for the matrices of blocks, AdamW for the rest, as modded-nanogpt trains."""
+    model = build(**how)
+    tokens = [p for name, p in model.named_parameters() if name.endswith(TOKENS)]
+    others = [p for name, p in model.named_parameters() if not name.endswith(TOKENS)]
+    optimizers = timm.optim.Muon(tokens, lr=1e-3), torch.optim.AdamW(others, lr=1e-3)
     for optimizer in optimizers:
         step(model, optimizer)
-    held = [sum(len(g["params"]) for g in each.param_groups) for each in optimizers]
-    grow(model, 48, 48, 160, optimizer=given, split=split)
+    grow(model, 48, 48, 160, optimizer=optimizers[given], split=split)
     now = [{p for g in each.param_groups for p in g["params"]} for each in optimizers]
     assert now[0] | now[1] == {*model.parameters()}
     assert not now[0] & now[1]
-    more = 20 if split else 0  # keys and values of ten layers
-    assert sum(map(len, now)) == sum(held) + more
-    before = copied(dict(model.named_parameters()))
+    for layer in pattention_layers(model).values():  # new pairs are where their old ones are
+        assert {part for row in TOKENS for part in layer.parts(row)} <= now[0]
+    before = copy.deepcopy(dict(model.named_parameters()))
     for optimizer in optimizers:
         step(model, optimizer, 2)  # zero keys first
     assert all((p != before[name]).any() for name, p in model.named_parameters())
-
-
-def test_new_pairs_join_the_group_of_their_old_ones():
-    model = build()
-    named = dict(model.named_parameters())
-    parts = [[p for n, p in named.items() if (".attn." in n) == attn] for attn in (True, False)]
-    optimizer = torch.optim.SGD([{"params": each} for each in parts], lr=0.1)  # of equal settings
-    grow(model, num_ffn_param_tokens=160, optimizer=optimizer, split=True)
-    assert {*model.blocks[0].mlp.parameters()} <= {*optimizer.param_groups[1]["params"]}
-
-
-def test_pytorchs_own_way_to_add_parameters_works():
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    step(model, optimizer)
-    grow(model, num_ffn_param_tokens=160, freeze="old")
-    new = [p for name, p in model.named_parameters() if ".new_" in name]
-    optimizer.add_param_group({"params": new, "lr": 1e-2})
-    before = [p.detach().clone() for p in new]
-    step(model, optimizer, 2)
-    assert all((p != old).any() for p, old in zip(new, before, strict=True))

@@ -70,11 +70,7 @@ def test_joining_keeps_what_is_computed_and_the_state_of_the_optimizer(all_param
     grow(model, **LARGER, freeze="old")
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(model.parameters() if all_parameters else trained, lr=1e-2)
-    frozen = {
-        name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad
-    }
     step(model, optimizer, 2)
-    assert_equal({name: model.get_parameter(name) for name in frozen}, frozen)
     before, new = model(x), model.blocks[0].mlp.parts(TOKENS[0])[1]
     moments = optimizer.state[new]["exp_avg"].clone()
     assert old not in optimizer.state

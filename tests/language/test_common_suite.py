@@ -6,7 +6,6 @@ clone has the tests of generation and of export.
 """
 
 import os
-import re
 import sys
 import types
 import unittest
@@ -16,33 +15,20 @@ from pathlib import Path
 import pytest
 import torch
 
+if not (SOURCE := os.environ.get("TRANSFORMERS_SOURCE")):
+    pytest.skip("TRANSFORMERS_SOURCE is not set; see the top of the file", allow_module_level=True)
 pytest.importorskip("parameterized", reason="transformers' own tests need parameterized")
 
 from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM, TokenFormerModel
 from tokenformer_vit.language.modeling import TokenFormerForSequenceClassification
 
+# One test looks for a FutureWarning.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("always::FutureWarning")]
 PACKAGE = "tests_of_transformers"
 # Files that the tests import, and the source distribution lacks.
 ABSENT = {
     "generation.test_utils": "GenerationTesterMixin",
     "exporters.test_export": "ExportTesterMixin",
-}
-# Every skip, by the words of the test that skips itself, and why it may.
-SKIPS = {
-    "requires (multiple )?accelerator": "needs a GPU",
-    "requires (Flash Attention|the kernels library|MPS)": "needs a GPU",
-    "requires deepspeed": "needs deepspeed",
-    "not (a )?composite|No subconfigs|does not support SDPA": "for models that consist of models",
-    "grouped_mm|sparse experts|output_router_logits": "for mixtures of experts",
-    "sequence-to-sequence": "for encoder-decoders",
-    "No conversion found": "for models with other names in old files",
-    "_keep_in_fp32_modules": "τ keeps its float32 without this list",
-    "RoPE": "for rotary positions of transformers' own class",
-    "position embeddings": "for models whose context can be resized",
-    "sliding window": "for models with a sliding window",
-    "TP plan": "for models with a plan of tensor parallelism",
-    "does not support output_attentions": "PyTorch's attention returns no weights",
-    "test is slow": "needs RUN_SLOW=1",
 }
 
 
@@ -90,29 +76,4 @@ def make_suite(folder: Path) -> type[unittest.TestCase]:
     return type("Suite", (*mixins, unittest.TestCase), names)
 
 
-def pytest_generate_tests(metafunc):
-    if not (source := os.environ.get("TRANSFORMERS_SOURCE")):
-        reason = "TRANSFORMERS_SOURCE is not set; see the head of this file"
-        metafunc.parametrize("case", [pytest.param(None, marks=pytest.mark.skip(reason=reason))])
-        return
-    folder = Path(source, "tests")
-    for file in folder.glob("**/test_*.py"):
-        for mark in re.findall(r"\bmark\.(\w+)", file.read_text(encoding="utf-8")):
-            metafunc.config.addinivalue_line("markers", f"{mark}: of transformers")
-    suite = make_suite(folder)
-    names = [name for name in dir(suite) if name.startswith("test_")]
-    cases = [suite(name) for name in names if callable(getattr(suite, name))]
-    metafunc.parametrize("case", cases, ids=[case._testMethodName for case in cases])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("always::FutureWarning")  # one test looks for one
-def test_of_transformers(case):
-    result = unittest.TestResult()
-    case.run(result)
-    for _, text in result.failures + result.errors:
-        pytest.fail(text, pytrace=False)
-    for _, reason in result.skipped:
-        known = [why for words, why in SKIPS.items() if re.search(words, reason)]
-        assert known, f"SKIPS does not know the reason {reason!r}"
-        pytest.skip(f"{known[0]}: {reason}")
+TestOfTransformers = make_suite(Path(SOURCE, "tests"))

@@ -50,10 +50,8 @@ def test_all_text_becomes_tokens_once(documents, tmp_path, size):
     assert not set(train) & set(val)  # equal documents stay on one side
     assert 10 < len(val) < 80
     for split, found in (("train", train), ("val", val)):
-        tokens, count = (
-            data.open_tokens(tmp_path / "out", split),
-            sum(map(len, map(str.encode, found))),
-        )
+        tokens = data.open_tokens(tmp_path / "out", split)
+        count = sum(len(text.encode()) for text in found)
         assert tokens.dtype == np.uint16
         assert size > 258 or len(tokens) == count + len(found)
         counts = {"tokens": len(tokens), "documents": len(found), "bytes": count}

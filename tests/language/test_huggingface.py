@@ -240,6 +240,8 @@ def test_nested_sizes_and_extracted_models_are_saved(tokens, tmp_path):
         assert small.config.num_qkv_param_tokens == round(size * 32)
         assert torch.equal(small(tokens).logits, expected)
     assert load(tmp_path / "nested", device_map="meta")[0].sizes == (0.25, 0.5, 1.0)
+    config = grow(build(), num_ffn_param_tokens=256, nested=True).config
+    assert (config.nested, config.nested_kinds) == ((0.5,), ("ffn",))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -1,11 +1,9 @@
 """Change the parameter tokens of a trained model: grow, freeze, prune, nest, use some pairs."""
 
-from .grow import INITS, freeze_old, grow, join_tokens
-from .masks import count_pairs, use_pairs
-from .nested import extract, nest, reorder
-from .prune import Usage, measure_usage, prune
+from .grow import INITS, grow, join_tokens
+from .prune import Usage, extract, measure_usage, nest, prune, reorder, use_pairs
 from .refit import refit, removal_costs
-from .resize import MOMENTS, pattention_layers
+from .resize import MOMENTS, count_pairs, freeze_old, pattention_layers
 
 __all__ = [
     "INITS",

@@ -2,31 +2,20 @@
 
 import hashlib
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import Counts, released_stds
-from tokenformer_vit.layers.pattention import PER_PAIR
+from tokenformer_vit.layers.pattention import TOKENS
 from tokenformer_vit.models.sizes import kind_of, model_sizes
 from tokenformer_vit.ops import default_tau
 
-from .resize import (
-    LayerState,
-    Model,
-    counts_by_layer,
-    follow,
-    pattention_layers,
-    read_state,
-    unwrapped,
-    unwrapped_layers,
-    write_states,
-)
+from .resize import LayerState, Model, counts_by_layer, read_state, unwrapped_layers, write_states
 
 INITS = ("zero_key", "random", "duplicate", "released")
 # How much the copies of a pair differ, relative to the values. Equal copies would get equal
@@ -92,38 +81,43 @@ def grow(
     if init not in INITS:
         hint = " (zero keys with zero values would never learn)" if init == "zero" else ""
         raise InputError(f"unknown init {init!r}{hint}; choose one of {', '.join(INITS)}")
-    layers = unwrapped_layers(model)
+    layers, sizes = unwrapped_layers(model), model_sizes(model)
     counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
     before = {name: read_state(layer) for name, layer in layers.items()}
     wanted = counts_by_layer(layers, *counts)
     growing = {name: num for name, num in wanted.items() if num != before[name].num}
-    # Blocks of one model have the same names but for their number.
-    depths = Counter(re.sub(r"\d+", "", name) for name in layers)
+    if freeze and not growing:
+        raise InputError("freeze is 'old', but no layer gets new pairs: give larger numbers")
     after = dict(before)
     for index, name in enumerate(sorted(before)):
         if name in growing:
             draws = hashlib.sha256(f"{seed} {index} {before[name].num}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(draws[:7], "little"))
-            depth = depths[re.sub(r"\d+", "", name)]
+            # Blocks of one model have the same names but for their number.
+            depth = sum(re.sub(r"\d+", "", name) == re.sub(r"\d+", "", each) for each in layers)
             after[name] = _grown(name, layers[name], growing[name], init, depth, generator)
     sized = {name for name, layer in layers.items() if layer.sized}
-    optimizers = unwrapped(optimizer)
-    if freeze and not growing:
-        raise InputError("freeze is 'old', but no layer gets new pairs: give larger numbers")
-    if new_lr_scale and any(
-        g.get("lr", 1.0) is None for each in optimizers for g in each.param_groups
-    ):
-        raise InputError("new_lr_scale needs a learning rate, but the optimizer's lr is None")
-    if growing and (nested or any(state.nested for state in before.values())):
+    if growing and (nested or len(sizes) > 1):
         if init == "duplicate":
             raise InputError(
                 "init is 'duplicate', which changes the values of old pairs and with them the "
                 "smaller sizes of a nested model: choose another init"
             )
-        if not any(state.nested for state in before.values()):
+        if len(sizes) == 1:
             kinds = {kind_of(name, layers[name]) for name in growing}
             sized = {name for name, layer in layers.items() if kind_of(name, layer) in kinds}
-        after |= _with_present_sizes(model, sized, before, after)
+        shares = []
+        for size in sizes:
+            share = common_share((layers[name].count_at(size), after[name].num) for name in sized)
+            if share in (None, 1, *shares) or growing.keys() - sized:
+                raise InputError(
+                    f"the size {size:g} of before would be no share of all layers that have sizes: "
+                    "let these layers alone grow, all by one factor"
+                )
+            shares.append(share)
+        for name in sized:
+            tau = torch.cat((before[name].tau.view(-1), after[name].tau.view(-1)))
+            after[name] = after[name]._replace(nested=tuple(shares), tau=tau)
     changed = {
         name: state
         for name, state in after.items()
@@ -131,25 +125,8 @@ def grow(
         if state is not before[name] or layers[name].new_key_param_tokens is not None
     }
     split = split or freeze is not None or new_lr_scale is not None
-    merged_into = write_states(model, changed, split, optimizers, moments)
-    for name, layer in layers.items():
-        layer.sized = name in sized
-    if freeze:  # before the optimizer, which takes only what is trained
-        freeze_old(model)
-    follow(optimizers, model, [layers[name] for name in changed], merged_into, new_lr_scale)
+    write_states(model, changed, optimizer, moments, sized, split, freeze, new_lr_scale)
     return model
-
-
-def freeze_old(model: nn.Module) -> None:
-    """Freeze all parameters of a model grown with ``split=True``, but for its new pairs."""
-    parameters = dict(model.named_parameters())
-    new = {f"new_{name}" for name in PER_PAIR}
-    if not any(name.rpartition(".")[2] in new for name in parameters):
-        raise InputError("no layer stores its new pairs separately: grow with split=True")
-    for name, parameter in parameters.items():
-        parameter.requires_grad_(name.rpartition(".")[2] in new)
-        if not parameter.requires_grad:
-            parameter.grad = None  # otherwise an optimizer would still make a step with it
 
 
 def join_tokens(
@@ -162,12 +139,9 @@ def join_tokens(
     Exports always contain joined pairs, also without this. ``optimizer`` and ``moments`` are as in
     :func:`grow`; masks and sizes are reset, outputs stay, and frozen old pairs are trained again.
     """
-    layers = unwrapped_layers(model)
-    split = {n: each for n, each in layers.items() if each.new_key_param_tokens is not None}
-    states = {name: read_state(layer) for name, layer in split.items()}
-    optimizers = unwrapped(optimizer)
-    merged_into = write_states(model, states, optimizers=optimizers, moments=moments)
-    follow(optimizers, model, split.values(), merged_into)
+    layers = unwrapped_layers(model).items()
+    split = {n: read_state(each) for n, each in layers if each.new_key_param_tokens is not None}
+    write_states(model, split, optimizer, moments)
     return model
 
 
@@ -176,8 +150,9 @@ def _grown(
     name: str, layer: Pattention, num: int, init: str, depth: int, generator: torch.Generator
 ) -> LayerState:
     """Compute the tensors of a layer with another number of pairs, without nested sizes."""
-    keys, values, bias, *_ = old = read_state(layer)
-    theta, tau, new = layer.theta, layer.tau_at(1.0).detach(), num - old.num
+    old, theta, tau = read_state(layer), layer.theta, layer.tau_at(1.0).detach()
+    keys, values = (old.rows[name] for name in TOKENS)
+    new = num - old.num
     times, rest = divmod(num, old.num)
     if new < 0 or (init == "duplicate" and rest):
         way = "give a multiple, or init='zero_key'" if times else "use prune() to remove pairs"
@@ -191,20 +166,21 @@ def _grown(
         spread = _SPREAD * torch.stack([_draw(values, old.num, generator) for _ in range(times)])
         spread -= spread.mean(dim=0)  # (m, P, C_out)
         tau = tau * (default_tau(theta, num) / default_tau(theta, old.num))
-        values = (values / times + spread).flatten(0, 1)
-        bias = None if bias is None else bias.repeat(times)
-        return LayerState(keys.repeat(times, 1), values, bias, tau)
+        rows = {name: torch.cat([data] * times) for name, data in old.rows.items()}
+        rows["value_param_tokens"] = (values / times + spread).flatten(0, 1)
+        return LayerState(rows, tau)
     key_std = value_std = None
     if init == "released":
         key_std, value_std = released_stds(values.shape[1], depth)
         tau = torch.full_like(tau, default_tau(theta, num))
-    new_keys = _draw(keys, new, generator, key_std)
-    new_values = _draw(values, new, generator, value_std)
+    drawn = {
+        "key_param_tokens": _draw(keys, new, generator, key_std),
+        "value_param_tokens": _draw(values, new, generator, value_std),
+        "score_bias": keys.new_zeros(new),
+    }
     if init == "zero_key":
-        new_keys.zero_()
-    if bias is not None:
-        bias = torch.cat((bias, bias.new_zeros(new)))
-    return LayerState(torch.cat((keys, new_keys)), torch.cat((values, new_values)), bias, tau)
+        drawn["key_param_tokens"].zero_()
+    return LayerState({n: torch.cat((data, drawn[n])) for n, data in old.rows.items()}, tau)
 
 
 def _draw(like: Tensor, rows: int, generator: torch.Generator, std: float | None = None) -> Tensor:
@@ -212,32 +188,6 @@ def _draw(like: Tensor, rows: int, generator: torch.Generator, std: float | None
     rms = like.double().square().mean().sqrt()
     drawn = torch.randn(rows, like.shape[1], generator=generator, device="cpu").to(rms)
     return (drawn * (rms if std is None else std)).to(like.dtype)
-
-
-def _with_present_sizes(
-    model: nn.Module,
-    sized: Collection[str],
-    before: Mapping[str, LayerState],
-    after: Mapping[str, LayerState],
-) -> dict[str, LayerState]:
-    """Return the sized layers after growth with their sizes of before, and the present one."""
-    layers, nested = pattention_layers(model), []
-    for size in model_sizes(model):
-        counts = [(layers[name].count_at(size), after[name].num) for name in sized]
-        share = common_share(counts)
-        if share in (None, 1, *nested) or any(
-            after[n].num != before[n].num for n in after if n not in sized
-        ):
-            raise InputError(
-                f"the size {size:g} of before would be no share of all layers that have sizes: let "
-                "these layers alone grow, all by one factor"
-            )
-        nested.append(share)
-    taus = {name: (before[name].tau.view(-1), after[name].tau.view(-1)) for name in sized}
-    return {
-        name: after[name]._replace(nested=tuple(nested), tau=torch.cat(taus[name]))
-        for name in sized
-    }
 
 
 def common_share(counts: Iterable[tuple[int, int]]) -> float | None:

@@ -18,15 +18,13 @@ from tokenformer_vit.layers import Pattention, TokenFormerBlock
 from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.ops import find_theta, norm_shares
 
-from .prune import model_calls, one_call, select_pairs
-from .resize import LayerState, Model, counts_to_keep, read_state, unwrapped_layers, write_states
+from .prune import model_calls
+from .resize import LayerState, Model, counts_to_keep, select_pairs, unwrapped_layers, write_states
 
 RIDGE = 1e-3  # towards the old values, relative to the mean diagonal of the Gram matrix
 REPEATS = 3  # of the ridge, each towards the result before: it rules only what inputs hardly show
 LEAST_SCALE = 1e-3  # of LayerScale: smaller outputs cannot repair anything
 CHUNK = 4096  # tokens that are added up at a time
-
-Moments = tuple[Tensor, Tensor, Tensor, Tensor]  # see :func:`moments`
 
 
 @torch.no_grad()
@@ -58,13 +56,12 @@ def refit(
     layers = unwrapped_layers(model)
     counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
     wanted = counts_to_keep(layers, *counts)
-    fitted = _fit(model, batches, wanted)
-    states = {name: select_pairs(layer, slice(None)) for name, layer in layers.items()}
-    states |= {name: read_state(each.smaller) for name, each in fitted.items()}
+    fitted = {name: each.smaller for name, each in _fit(model, batches, wanted).items()}
+    states = {n: select_pairs(each, slice(None)) for n, each in {**layers, **fitted}.items()}
     write_states(model, states)
     for name, each in fitted.items():
         if (bias := layers[name].bias) is not None:
-            bias.copy_(each.smaller.bias)  # type: ignore[arg-type]
+            bias.copy_(each.bias)
     return model
 
 
@@ -87,8 +84,13 @@ def _fit(model: nn.Module, batches: Iterable[Any], counts: Mapping[str, int]) ->
     """Run a copy of a model in which each layer is fitted when it computes."""
     both = copy.deepcopy(model).eval()
     write_states(both, {})  # resets masks and sizes
-    args, kwargs, mask = one_call([*model_calls(both, batches)] * 2)
-    layers = unwrapped_layers(both)
+    calls = [*model_calls(both, batches)] * 2
+    if not calls:
+        raise InputError("there is no batch: give at least one")
+    args, named = zip(*calls, strict=True)
+    inputs = [torch.cat(each) for each in zip(*args, strict=True)]
+    kwargs = {name: torch.cat([each[name] for each in named]) for name in named[0]}
+    layers, mask = unwrapped_layers(both), kwargs.get("attention_mask")
     with tqdm(total=len(counts), desc="refit", unit="layer", disable=None) as bar:
         left, twins = set(counts), {}
         for name, count in counts.items():
@@ -101,7 +103,7 @@ def _fit(model: nn.Module, batches: Iterable[Any], counts: Mapping[str, int]) ->
                     twin.scale = getattr(scale, "gamma", twin.scale)
                     norm.register_forward_pre_hook(twin.compare_streams)
         with suppress(_Done), torch.compiler.set_stance("force_eager"):
-            both(*args, **kwargs)
+            both(*inputs, **kwargs)
     if left:
         raise InputError(f"the model does not call {', '.join(sorted(left))}: leave them out")
     return twins
@@ -139,43 +141,47 @@ class _Twin(nn.Module):
     def fit(self, x: Tensor, wanted: Tensor) -> None:
         """Choose the pairs to keep, and fit their values to (R, C_out) rows that are wanted."""
         (state, found), layer = self.ranked(x, wanted), copy.deepcopy(self.layer)
-        kept, tau, bias = slice(self.count), state.tau, layer.bias
-        keys, values, score_bias = (None if t is None else t[kept] for t in state[:3])
+        kept, tau = slice(self.count), state.tau
+        write_states(layer, {"": state})
         if order := find_theta(layer.theta).norm_order:  # as `prune` adapts τ
-            write_states(layer, {"": state})
             rows = x[:: 1 + len(x) // CHUNK]  # enough for a mean
             shares = norm_shares(*layer.scores_and_weights(rows), layer.theta).sum(dim=0)
             share = shares[kept].sum() / shares.sum()  # NaN if all keys are zero
             tau = tau * share.where(share > 0, 1.0) ** (1 / order)
-        write_states(layer, {"": LayerState(keys, values, score_bias, tau)})  # type: ignore
+        write_states(layer, {"": select_pairs(layer, kept)._replace(tau=tau)})
         if order:  # each weight depends on what is kept
             found = moments(layer.weights, x, wanted, centred=False)
         gram, product, mean, target = found
-        values = solve(gram[kept, kept], product[kept], values)  # type: ignore[arg-type]
+        values = solve(gram[kept, kept], product[kept], layer.value_param_tokens)
         layer.value_param_tokens.copy_(values)
-        if bias is not None:
-            bias.copy_(target - mean[kept] @ values)
+        if layer.bias is not None:
+            layer.bias.copy_(target - mean[kept] @ values)
         self.smaller, self.lost = layer, torch.zeros(())
 
     def ranked(self, x: Tensor, wanted: Tensor) -> tuple[LayerState, Sequence[Tensor]]:
         """Return all pairs, most important first, and their moments; note what each is worth."""
-        state, layer = select_pairs(self.layer, slice(None)), self.layer
+        layer, is_linear = self.layer, self.layer.theta == "linear"
+        features = nn.Identity() if is_linear else layer.weights
+        gram, product, mean, target = moments(features, x, wanted, centred=layer.bias is not None)
         scale = self.scale.double().abs().clamp(min=LEAST_SCALE)
-        features = nn.Identity() if layer.theta == "linear" else layer.weights
-        found = moments(features, x, wanted, centred=layer.bias is not None)
-        if layer.theta == "linear":
-            tokens, costs, found = rank_linear(layer.as_linear(), found, scale)
-            self.costs, (keys, values, *_) = costs[: state.num], tokens.used_tokens()
-            return state._replace(keys=keys, values=(values / scale).to(keys)), found
-        order, self.costs = removal_order(found[0], found[1] * scale)
-        gram, product, mean, target = found
-        found = gram[order][:, order], product[order], mean[order], target
-        return select_pairs(layer, order), found
+        if not is_linear:
+            order, self.costs = removal_order(gram, product * scale)
+            found = gram[order][:, order], product[order], mean[order], target
+            return select_pairs(layer, order), found
+        # The matrix is fitted, and written as tokens for outputs times the scale.
+        linear = layer.as_linear()
+        linear.weight.copy_((solve(gram, product, linear.weight.t()) * scale).t())
+        keys, values = Pattention.from_linear(linear, gram).used_tokens()[:2]
+        rows = {"key_param_tokens": keys, "value_param_tokens": (values / scale).to(keys)}
+        keys = keys.double()
+        gram = keys @ gram @ keys.t()  # of the scores, in place of the inputs
+        self.costs = (gram.diagonal() * values.square().sum(dim=1))[: layer.num_param_tokens]
+        return LayerState(rows, layer.tau_at(1.0)), (gram, keys @ product, keys @ mean, target)
 
 
 def moments(
     features: Callable[[Tensor], Tensor], x: Tensor, wanted: Tensor, centred: bool
-) -> Moments:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return E[f fᵀ], E[f tᵀ], E[f] and E[t] in float64, of features f of ``x`` and targets t.
 
     Centred, the first two are covariances, for a layer with a bias, which takes up the means.
@@ -203,22 +209,6 @@ def solve(gram: Tensor, product: Tensor, values: Tensor) -> Tensor:
     for _ in range(REPEATS):
         values = inverse @ (product + ridge * values)
     return values
-
-
-def rank_linear(
-    linear: nn.Linear, found: Moments, scale: Tensor
-) -> tuple[Pattention, Tensor, Moments]:
-    """Return the fitted layer as tokens, their costs, and the moments of scores in place of inputs.
-
-    Outputs are times ``scale`` (C_out,).
-    """
-    gram, product, mean, target = found
-    linear.weight.copy_((solve(gram, product, linear.weight.t()) * scale).t())
-    tokens = Pattention.from_linear(linear, gram)
-    keys, values = tokens.key_param_tokens.double(), tokens.value_param_tokens
-    gram = keys @ gram @ keys.t()
-    costs = gram.diagonal() * values.square().sum(dim=1)
-    return tokens, costs, (gram, keys @ product, keys @ mean, target)
 
 
 def removal_order(gram: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ Optimizers, schedulers and parameter groups hold Parameter objects, so they go o
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -28,34 +28,16 @@ _NUMBERS = ("step", "mu_product", "eta", "mu")  # 0-dim, as a τ and its moments
 
 
 class LayerState(NamedTuple):
-    """Tensors of a layer: keys (P, C_in), values (P, C_out), score biases (P,) or None, and τ.
+    """Tensors of a layer: by name of ``PER_PAIR`` those with a row for each pair, and τ."""
 
-    τ is () or, if nested, (n + 1,).
-    """
-
-    keys: Tensor
-    values: Tensor
-    score_bias: Tensor | None
-    tau: Tensor
+    rows: dict[str, Tensor]
+    tau: Tensor  # (), or (n + 1,) if nested
     nested: tuple[float, ...] = ()
 
     @property
     def num(self) -> int:
         """Number of pairs P."""
-        return len(self.keys)
-
-    def rows(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of each parameter with a row for each pair, and its data."""
-        data = self.keys, self.values, self.score_bias
-        return ((n, each) for n, each in zip(PER_PAIR, data, strict=True) if each is not None)
-
-
-class GrownParameter(NamedTuple):
-    """A parameter, its new data, and the parameters with whose rows the data begin."""
-
-    parameter: nn.Parameter
-    data: Tensor
-    old_parts: Sequence[nn.Parameter]
+        return len(self.rows["key_param_tokens"])
 
 
 def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
@@ -63,6 +45,11 @@ def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
     if layers := find_layers(model):
         return layers
     raise InputError(f"{type(model).__name__} has no Pattention layer; give a TokenFormer")
+
+
+def count_pairs(model: nn.Module) -> dict[str, int]:
+    """Count the pairs of each Pattention layer of a model, by layer name."""
+    return {name: layer.num_param_tokens for name, layer in pattention_layers(model).items()}
 
 
 def unwrapped_layers(model: nn.Module) -> dict[str, Pattention]:
@@ -84,11 +71,7 @@ def unwrapped_layers(model: nn.Module) -> dict[str, Pattention]:
 def counts_by_layer(
     layers: Mapping[str, Pattention], *counts: Counts | Mapping[str, Counts]
 ) -> dict[str, int]:
-    """Return the wanted numbers of pairs by layer; layers without a number are left out.
-
-    ``counts`` are those of ``qkv``, ``proj`` and ``ffn``; or the first of them has all numbers by
-    kind, or by the full name of a layer.
-    """
+    """Return the given numbers of pairs by layer: of the three kinds, or of a dict, the first."""
     first: Any = counts[0]
     if isinstance(first, Mapping) and any(count is not None for count in counts[1:]):
         raise InputError("give all numbers of pairs in the dict, or none")
@@ -126,43 +109,49 @@ def counts_to_keep(
 
 def read_state(layer: Pattention) -> LayerState:
     """Return the tensors of a layer, detached, with old and new pairs joined."""
-    rows = [[part.detach() for part in layer.parts(name)] for name in PER_PAIR]
-    keys, values, bias = (torch.cat(parts) if parts else None for parts in rows)
-    return LayerState(keys, values, bias, layer.tau.detach(), layer.nested)  # type: ignore[arg-type]
+    parts = {name: layer.parts(name) for name in PER_PAIR}
+    rows = {name: torch.cat([*each]).detach() for name, each in parts.items() if each}
+    return LayerState(rows, layer.tau.detach(), layer.nested)
+
+
+def select_pairs(layer: Pattention, index: Any) -> LayerState:
+    """Return the tensors of a layer with these pairs alone, without nested sizes."""
+    rows = {name: data[index] for name, data in read_state(layer).rows.items()}
+    return LayerState(rows, layer.tau_at(1.0).detach())
 
 
 @torch.no_grad()
 def write_states(
     model: nn.Module,
     states: Mapping[str, LayerState],
-    split: bool = False,
-    optimizers: Sequence[Optimizer] = (),
+    optimizer: Any = None,
     moments: str | None = None,
-) -> dict[nn.Parameter, nn.Parameter]:
+    sized: Collection[str] | None = None,
+    split: bool = False,
+    freeze: str | None = None,
+    new_lr_scale: float | None = None,
+) -> None:
     """Give layers new tensors, all or none; masks and sizes are reset.
 
     With ``moments``, the data begin with the old pairs, whose gradients and optimizer state go on.
-    ``split`` holds all pairs that are new now in parameters of their own.
-
-    Returns:
-        For each removed parameter, the one that holds its rows now.
+    ``split`` holds all pairs that are new now in parameters of their own; ``freeze`` trains these
+    alone. ``sized`` names the layers that have sizes; None for those that have them now.
     """
-    layers, merged_into, changes = find_layers(model), {}, []
+    layers, optimizers, changes = find_layers(model), unwrapped(optimizer), []
+    merged_into: dict[nn.Parameter, nn.Parameter] = {}
     num_old = {n: layers[n].num_param_tokens if split else each.num for n, each in states.items()}
     for name, state in states.items():
-        for row, data in state.rows():
+        for row, data in state.rows.items():
             old, *new = parts = layers[name].parts(row)
-            changes.append(GrownParameter(old, data[: num_old[name]].clone(), parts))
+            changes.append((data[: num_old[name]].clone(), parts))
             merged_into |= dict.fromkeys(new, old)
         tau = layers[name].tau
         if isinstance(tau, nn.Parameter) and tau.shape != state.tau.shape:
-            changes.append(GrownParameter(tau, state.tau.to(tau).clone(), [tau]))
+            changes.append((state.tau.to(tau).clone(), [tau]))
     resize(changes, optimizers, moments)
-    for layer in layers.values():
-        layer.active = None
     for name, state in states.items():
         layer = layers[name]
-        for row, data in state.rows():
+        for row, data in state.rows.items():
             new = data[num_old[name] :].clone()
             trains = layer.get_parameter(row).requires_grad
             setattr(layer, f"new_{row}", nn.Parameter(new, trains) if len(new) else None)
@@ -171,10 +160,26 @@ def write_states(
         elif not torch.equal(layer.tau, state.tau.to(layer.tau)):
             layer.tau.copy_(state.tau)
         layer.nested = state.nested
-    for layer in layers.values():
-        layer.size = 1.0
+    for name, layer in layers.items():
+        layer.active, layer.size = None, 1.0
+        layer.sized = layer.sized if sized is None else name in sized
+    if freeze:  # before the optimizers, which take only what is trained
+        freeze_old(model)
+    if optimizers:
+        follow(optimizers, model, merged_into, new_lr_scale)
     refresh_configs(model)
-    return merged_into
+
+
+def freeze_old(model: nn.Module) -> None:
+    """Freeze all parameters of a model grown with ``split=True``, but for its new pairs."""
+    layers = find_layers(model).values()
+    new = {part for layer in layers for row in PER_PAIR for part in layer.parts(row)[1:]}
+    if not new:
+        raise InputError("no layer stores its new pairs separately: grow with split=True")
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in new)
+        if parameter not in new:
+            parameter.grad = None  # otherwise an optimizer would still make a step with it
 
 
 def refresh_configs(model: nn.Module) -> None:
@@ -186,53 +191,53 @@ def refresh_configs(model: nn.Module) -> None:
         theirs: Any = getattr(getattr(module, "config", None), "model_args", None)
         ours: Any = getattr(getattr(module, "timm_model", None), "_model_args", None)
         if isinstance(theirs, dict) and ours is not None:
-            for key in (*COUNTS.values(), "nested", "nested_kinds"):
-                theirs.pop(key, None)
-                theirs |= {key: ours[key]} if key in ours else {}
+            theirs |= {key: ours[key] for key in (*COUNTS.values(), "nested", "nested_kinds")}
 
 
 @torch.no_grad()
 def resize(
-    changes: Sequence[GrownParameter], optimizers: Sequence[Optimizer], moments: str | None
+    changes: Sequence[tuple[Tensor, Sequence[nn.Parameter]]],
+    optimizers: Sequence[Optimizer],
+    moments: str | None,
 ) -> None:
-    """Give parameters new data, with their gradients and optimizer state, or change nothing."""
+    """Give the first of old parameters new data, which begin with the rows of all, or none."""
     if moments not in (*MOMENTS, None):
         raise InputError(f"moments is {moments!r}; choose one of {', '.join(MOMENTS)}")
     owners = {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
     states = []
-    for change in changes:
-        owner = next((owners[part] for part in change.old_parts if part in owners), None)
-        lacks = optimizers and any(p.requires_grad and p not in owners for p in change.old_parts)
+    for data, parts in changes:
+        owner = next((owners[part] for part in parts if part in owners), None)
+        lacks = optimizers and any(p.requires_grad and p not in owners for p in parts)
         if lacks or isinstance(owner, torch.optim.LBFGS):
             names = " and ".join(type(each).__name__ for each in optimizers)
             raise InputError(
                 f"{names} does not have all parameters that grow, or keeps one state for all: give "
                 "all optimizers, built from model.parameters() before growth; or build them anew"
             )
-        state = _grown_state(owners, change) if owner is not None and moments == "keep" else {}
-        states.append((owner, state))
+        keeps = owner is not None and moments == "keep"
+        states.append((owner, _grown_state(owners, data, parts) if keeps else {}))
     # The cache of autocast holds weak references. torch.utils.swap_tensors, the public way, also
     # refuses those of Python, which torch.compile holds, and a graph that is alive but done with.
     torch.clear_autocast_cache()
-    for parameter, *_ in changes:  # a weak reference of C++ forbids the swap: try all before one
+    for parameter in (parts[0] for _, parts in changes):  # weak references of C++ forbid it
         other = nn.Parameter(parameter.detach(), parameter.requires_grad)
         torch._C._swap_tensor_impl(parameter, other)
         torch._C._swap_tensor_impl(parameter, other)
-    for (parameter, data, old_parts), (owner, state) in zip(changes, states, strict=True):
-        grads = [part.grad if moments else None for part in old_parts]
-        grad = None
+    for (data, parts), (owner, state) in zip(changes, states, strict=True):
+        parameter, grad = parts[0], None
+        grads = [part.grad if moments else None for part in parts]
         if any(each is not None for each in grads):
-            grad = _with_rows(torch.zeros_like(data), grads, old_parts)
-        for part in old_parts:  # to which a graph of before growth would write
+            grad = _with_rows(torch.zeros_like(data), grads, parts)
+        for part in parts:  # to which a graph of before growth would write
             if part.requires_grad:
                 get_gradient_edge(part).node.register_prehook(_refuse_old_graph)
-        _swap(parameter, data, any(part.requires_grad for part in old_parts))
+        _swap(parameter, data, any(part.requires_grad for part in parts))
         parameter.grad = grad
         if owner is not None:
             owner.state.pop(parameter, None)
             if state:
                 owner.state[parameter] = state
-    _watch_fused_steps()
+    _register_once(_check_fused_step)
 
 
 def _swap(parameter: nn.Parameter, data: Tensor, trains: bool) -> None:
@@ -253,17 +258,19 @@ def _refuse_old_graph(grads: Any) -> None:
     )
 
 
-def _grown_state(owners: Mapping[Any, Optimizer], change: GrownParameter) -> dict[str, Any]:
+def _grown_state(
+    owners: Mapping[Any, Optimizer], data: Tensor, parts: Sequence[nn.Parameter]
+) -> dict[str, Any]:
     """Compute the state of a parameter; numbers, such as a step, are those of the first part."""
-    parts = [owners[p].state.get(p) or {} if p in owners else {} for p in change.old_parts]
-    state = dict(next(filter(None, parts), {}))
+    of_parts = [owners[p].state.get(p) or {} if p in owners else {} for p in parts]
+    like, first = next((each for each in zip(parts, of_parts, strict=True) if each[1]), (data, {}))
+    state = dict(first)
     for name, value in state.items():
-        like = next(p for p, of_part in zip(change.old_parts, parts, strict=True) if of_part)
         fits = type(value) is Tensor and value.shape == like.shape
         if fits and name not in _NUMBERS and name != "step_size":  # Rprop's start at the rate
-            start = change.data if name in _START_AT_PARAMETER else torch.zeros_like(change.data)
-            values = [of_part.get(name) for of_part in parts]
-            state[name] = _with_rows(start.to(value.dtype, copy=True), values, change.old_parts)
+            start = data if name in _START_AT_PARAMETER else torch.zeros_like(data)
+            values = [each.get(name) for each in of_parts]
+            state[name] = _with_rows(start.to(value.dtype, copy=True), values, parts)
         elif getattr(value, "shape", isinstance(value, list | tuple | dict)):
             raise InputError(
                 f"the optimizer has a state ({name}) that cannot be carried over to a larger "
@@ -276,10 +283,10 @@ def _with_rows(data: Tensor, values: Sequence[Tensor | None], parts: Sequence[Te
     """Write values of the shapes of ``parts``, where they exist, over the first rows of data."""
     start = 0
     for value, part in zip(values, parts, strict=True):
-        shape = part.shape or (1,) * data.dim()  # a τ () that becomes the first of several
+        count = len(part) if part.dim() else 1  # a τ () becomes the first of several
         if value is not None:
-            data[(slice(start, start + shape[0]), *map(slice, shape[1:]))] = value
-        start += shape[0]
+            data[start : start + count] = value
+        start += count
     return data
 
 
@@ -296,20 +303,17 @@ def unwrapped(optimizer: Any) -> list[Any]:
 def follow(
     optimizers: Sequence[Optimizer],
     model: nn.Module,
-    layers: Iterable[Pattention],
     merged_into: Mapping[nn.Parameter, nn.Parameter],
-    new_lr_scale: float | None = None,
+    new_lr_scale: float | None,
 ) -> None:
     """Give optimizers the new parameters of layers, and take out those that others hold now."""
-    if not optimizers:
-        return
-    holders = {*merged_into.values()}
+    holders, scaled = {*merged_into.values()}, {}
     places = {p: place for place, p in enumerate(model.parameters())}
-    numbers = {optimizer: len(optimizer.param_groups) for optimizer in optimizers}
     homes = {p: (o, group) for o in optimizers for group in o.param_groups for p in group["params"]}
     for _, group in homes.values():
         group.pop("param_names", None)  # optional, and wrong from here on
-    for parameters in [dict(layer.named_parameters(recurse=False)) for layer in layers]:
+    for layer in find_layers(model).values():
+        parameters = dict(layer.named_parameters(recurse=False))
         for name, parameter in parameters.items():
             # Others, such as τ, may belong to an optimizer that was not given.
             is_new = name.startswith("new_") or parameter in holders
@@ -320,19 +324,16 @@ def follow(
             first = optimizers[0], optimizers[0].param_groups[0]
             optimizer, group = next((homes[p] for p in models if p in homes), first)
             if new_lr_scale is not None and name.startswith("new_"):
-                own = copy.deepcopy({**group, "params": []})
-                for key in own.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}:
-                    own[key] *= new_lr_scale  # with the rates of OneCycleLR
-                # Only groups of this growth: a resume repeats the growths of a run before it loads
-                # the rates, when those of two growths are still the same.
-                fresh = optimizer.param_groups[numbers[optimizer] :]
-                group = next((each for each in fresh if {**each, "params": []} == own), own)
-                if group is own:
+                if id(group) not in scaled:
+                    own = scaled[id(group)] = copy.deepcopy({**group, "params": []})
+                    for key in own.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}:
+                        own[key] *= new_lr_scale  # with the rates of OneCycleLR
                     optimizer.add_param_group(own)
+                group = scaled[id(group)]
             # In the order of the model, because PyTorch loads a state by position.
             held, place = group["params"], places[parameter]
-            before = [i for i, p in enumerate(held) if places.get(p, place) < place]
-            held.insert(before[-1] + 1 if before else 0, parameter)
+            after = (i + 1 for i, p in enumerate(held) if places.get(p, place) < place)
+            held.insert(max(after, default=0), parameter)
             homes[parameter] = optimizer, group
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -341,10 +342,8 @@ def follow(
             optimizer.state.pop(gone, None)  # PyTorch could not save it
 
 
-@functools.cache
-def _watch_fused_steps() -> None:
-    # Not at import: a process in which nothing grows needs no hook.
-    register_optimizer_step_pre_hook(_check_fused_step)
+# Not at import: a process in which nothing grows needs no hook.
+_register_once = functools.cache(register_optimizer_step_pre_hook)
 
 
 def _check_fused_step(optimizer: Optimizer, *_: Any) -> None:

@@ -191,9 +191,6 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
 class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
     """A :class:`~tokenformer_vit.models.TokenFormerDecoder` for transformers.
 
-    Args:
-        config: Shape of the model.
-
     Attributes:
         config: Configuration. ``save_pretrained`` and ``record_param_tokens`` write into it what
             growth and pruning have changed.
@@ -278,9 +275,6 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
     """A :class:`TokenFormerModel` with a head that predicts the next token.
 
     ``generate`` ends at the latest with the context.
-
-    Args:
-        config: Shape of the model.
 
     Attributes:
         model: The TokenFormerModel. Growth, pruning and masks accept it or this class.

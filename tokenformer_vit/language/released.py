@@ -29,14 +29,11 @@ _HEADS = {
 
 
 def read_released(path: Path) -> dict[str, Tensor]:
-    """Read a checkpoint of the authors' code, without running code.
+    """Read the state dict of a checkpoint of the authors' code, without running code.
 
     Args:
         path: A released file; a file of their training, with the tensors under ``module``; or its
             folder with a file for each layer, ``layer_00-model_00-model_states.pt`` and so on.
-
-    Returns:
-        State dict of the released layout.
 
     Raises:
         InputError: If there is no such file, or the folder was written by several model-parallel

@@ -43,9 +43,6 @@ def train_tokenizer(texts: Iterable[str], entries: int) -> PreTrainedTokenizerFa
         texts: Training texts.
         entries: Size of the vocabulary, with 256 bytes, the end of a text and padding. A short text
             gives fewer.
-
-    Returns:
-        The tokenizer.
     """
     tokenizer = _byte_level(models.BPE(), words=True)
     trainer = trainers.BpeTrainer(
@@ -115,10 +112,6 @@ def check_tokens_agree(one: Path, other: Path) -> None:
     """Check that the tokenizers of two folders give the same numbers to the same tokens.
 
     Names are not enough: two tokenizers from different texts may both be called ``bpe:4096``.
-
-    Args:
-        one: Folder with a tokenizer.
-        other: Folder with a tokenizer.
 
     Raises:
         InputError: If a number stands for different tokens, or there is no tokenizer.

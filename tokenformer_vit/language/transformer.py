@@ -65,14 +65,11 @@ def transformer_lm(
 
 
 def matched_transformer(config: LMConfig, positions: str = "learned") -> Any:
-    """Build the Transformer that matches a TokenFormer: its width, depth and weights in blocks.
+    """Build the :func:`transformer_lm` of a TokenFormer's width, depth and weights in blocks.
 
     Args:
         config: Shape of the TokenFormer; of numbers of pairs by block, the mean counts.
         positions: ``learned``, or ``rotary`` with the share and base of the TokenFormer.
-
-    Returns:
-        The model; see :func:`transformer_lm`.
 
     Raises:
         InputError: If no Transformer matches; see :func:`.matched_hidden`.

@@ -1,11 +1,11 @@
 """Sizes of a model: the share of its first pairs that each Pattention layer uses."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
@@ -80,7 +80,6 @@ def nest_layers(
     model: nn.Module,
     nested: Sequence[float],
     kinds: Sequence[str] | None = None,
-    tau_of: Callable[[str, Pattention, float], Tensor] | None = None,
 ) -> None:
     """Replace the sizes of layers, by default of all kinds and with the τ () that they have now."""
     if not isinstance(nested, list | tuple) or not all(0 < size <= 1 for size in nested):
@@ -92,9 +91,7 @@ def nest_layers(
     smaller = sorted({float(size) for size in nested} - {1.0})
     for name, layer in layers.items():
         layer.sized = kinds is None or kind_of(name, layer) in kinds
-        sizes = smaller if layer.sized else []
-        taus = [tau_of(name, layer, size) for size in sizes] if tau_of else None
-        layer.set_nested(sizes, taus)
+        layer.set_nested(smaller if layer.sized else [])
 
 
 def model_sizes(model: nn.Module) -> tuple[float, ...]:
