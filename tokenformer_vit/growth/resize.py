@@ -138,6 +138,9 @@ def write_states(
     alone. ``sized`` names the layers that have sizes; None for those that have them now.
     """
     layers, optimizers, changes = find_layers(model), unwrapped(optimizer), []
+    groups = (group for each in optimizers for group in each.param_groups)
+    if new_lr_scale and any(group.get("lr", 1.0) is None for group in groups):
+        raise InputError("new_lr_scale needs a learning rate, but the optimizer's lr is None")
     merged_into: dict[nn.Parameter, nn.Parameter] = {}
     num_old = {n: layers[n].num_param_tokens if split else each.num for n, each in states.items()}
     for name, state in states.items():
