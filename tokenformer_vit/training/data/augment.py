@@ -3,6 +3,7 @@
 All take and give ``img``, (H, W, 3) uint8 in RGB, and draw from the global generators alone.
 """
 
+from functools import partial
 from inspect import isclass
 from math import floor
 from typing import Any
@@ -23,8 +24,10 @@ class Torchvision(BaseTransform):
     Configs name it, as in ``dict(type="v2/Resize", size=32, interpolation="bicubic")``.
     """
 
-    def __init__(self, inner: v2.Transform) -> None:
-        self.inner = inner
+    def __init__(self, kind: type[v2.Transform], **options: Any) -> None:
+        if isinstance(options.get("interpolation"), str):
+            options["interpolation"] = InterpolationMode(options["interpolation"])
+        self.inner = kind(**options)
 
     def transform(self, results: dict) -> dict:
         """Replace ``img``, (H, W, 3) uint8."""
@@ -37,19 +40,10 @@ class Torchvision(BaseTransform):
         return results
 
 
-def _register(kind: type[v2.Transform]) -> None:
-    def build(**options: Any) -> Torchvision:
-        if isinstance(options.get("interpolation"), str):
-            options["interpolation"] = InterpolationMode(options["interpolation"])
-        return Torchvision(kind(**options))
-
-    as_class: Any = build  # mmengine takes any callable
-    TRANSFORMS.register_module(f"v2/{kind.__name__}", module=as_class)
-
-
 for _kind in vars(v2).values():
     if isclass(_kind) and issubclass(_kind, v2.Transform):
-        _register(_kind)
+        _build: Any = partial(Torchvision, _kind)  # mmengine takes any callable
+        TRANSFORMS.register_module(f"v2/{_kind.__name__}", module=_build)
 
 
 @TRANSFORMS.register_module()
@@ -75,7 +69,7 @@ class EvalTransform(Torchvision):
         else:
             how: Any = {"crop_pct": crop_pct, "interpolation": interpolation, "normalize": False}
             steps = [v2.ToPILImage(), create_transform(input_size, crop_mode=crop_mode, **how)]
-        super().__init__(v2.Compose(steps))
+        super().__init__(v2.Compose, transforms=steps)
 
 
 # mmcv's take ten times as long.
