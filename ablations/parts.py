@@ -37,7 +37,7 @@ class HeldOutRows(Subset):
     """The rows of a text without those that are held out, or with these alone."""
 
     def __init__(self, data_root: str, split: str, held_out: bool) -> None:
-        from tokenformer_vit.training.language.data import TokenDataset
+        from tokenformer_vit.training.language import TokenDataset
 
         text = TokenDataset(data_root, split)
         super().__init__(text, part_of(len(text), held_out))

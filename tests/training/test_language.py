@@ -20,9 +20,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import byte_tokenizer, load_tokenizer
 from tokenformer_vit.language.generation import load_language_model, save_language_model
 from tokenformer_vit.training.config import check_config, choose_checkpoint, load_config
-from tokenformer_vit.training.language.data import TokenDataset
-from tokenformer_vit.training.language.metrics import AnswerAccuracy, Perplexity
-from tokenformer_vit.training.language.model import CausalLM
+from tokenformer_vit.training.language import AnswerAccuracy, CausalLM, Perplexity, TokenDataset
 from tokenformer_vit.training.runner import TrainingRunner
 
 from .conftest import losses, scalars
