@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pprint import pformat
-from typing import Any
+from typing import Any, cast
 
 import parts  # noqa: F401  registers models
 import report
@@ -293,7 +293,7 @@ class Sweep:
             # The time of a run that was interrupted is only that since then.
             "seconds": None if record.get("resumed_at_iteration") else record.get("seconds"),
         }
-        inner: Any = model.backbone.model if hasattr(model, "head") else None
+        inner = cast(Any, model.backbone.model if hasattr(model, "head") else None)
         if inner is not None:
             row["forward_flops"] = total(model_costs(inner)).forward_flops
         rows = [row]
