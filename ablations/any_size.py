@@ -2,7 +2,8 @@
 
 MODEL is what `tokenformer-vit compress` takes, such as a fine-tuned ViT; 400 images of train are
 fitted to, and those of val are measured with. With --rates each smaller model is then trained for
-an epoch; to choose one, seed 0 leaves the last 1,000 rows of train out and measures with these.
+an epoch; to choose one, seed 0 leaves the last 1,000 rows of train out and measures with these, so
+that its MODEL may not know them, and IMAGES must be a data set in random order, not class folders.
 Rows are added to results.csv of the work directory, and what has one is skipped. torch-pruning is a
 package of PyPI::
 
@@ -24,6 +25,7 @@ import results
 import timm
 import torch
 import torch.nn.functional as F
+from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from timm.utils import reparameterize_model
 from torch import Tensor, nn
@@ -104,8 +106,8 @@ def torch_pruning(vit: Any, data: Batches, share: float, taylor: bool = False) -
 def snapvit(vit: Any, data: Batches, share: float) -> Any:
     """Remove heads and hidden neurons, and fit proj and fc2 anew: the form of SnapViT.
 
-    Of the heads of a block a share goes that is half of that of the FLOPs, of its neurons the rest
-    (SnapViT too removes fewer heads). Which, and what to fit to, is as for ``refit``.
+    Each block loses as many: of its heads about half the share of the FLOPs (SnapViT too removes
+    fewer heads), of its neurons the rest. Which of them, and what to fit to, is as for ``refit``.
     """
     stream = whole = vit.norm_pre(vit._pos_embed(vit.patch_embed(torch.cat([x for x, _ in data]))))
     tokens, small, attn = whole.shape[1], copy.deepcopy(vit), vit.blocks[0].attn
@@ -187,12 +189,15 @@ def each(
     method: Callable[..., Any], vit: Any, data: Batches, shares: Sequence[float], **how: Any
 ) -> dict[float, Any]:
     """Make a model of each share that the method can reach."""
-    found = {}
+    found, tokens = {}, compression.tokens_of(vit, data[0][0])
     for share in shares:
         try:
-            found[share] = method(vit, data, share, **how)
-        except InputError as error:  # attention, which stays whole, is more than this
-            print(f"{share:g}: {error}")
+            small = method(vit, data, share, **how)
+            if compression.flops_of(small, tokens) > share * compression.flops_of(vit, tokens):
+                raise InputError(f"what stays whole is more than {share:g} of the FLOPs")
+            found[share] = small
+        except InputError as error:
+            print(error)
     return found
 
 
@@ -212,7 +217,7 @@ def tune(model: Any, data: Batches, rate: float, seed: int) -> Any:
     crop, hole = v2.RandomCrop(size, size // 8), stock.Cutout(size // 4, 0, prob=1.0)
     _, augmentations = divide([crop, v2.RandomHorizontalFlip(), hole])
     how: Any = {"weight_decay": 0.05, "layer_decay": 0.75, "betas": (0.9, 0.99), "fused": True}
-    optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=rate, **how)
+    optimizer = create_optimizer_v2(model, "adamw", lr=rate, **how)
     images, labels, batch = *map(torch.cat, zip(*data, strict=True)), len(data[0][1])
     torch.manual_seed(1000 + seed)
     steps = torch.randperm(len(images)).split(batch)[: max(1, len(images) // batch)]

@@ -60,7 +60,8 @@ def draw(found: Mapping[str, Sweep]) -> None:
                 order = places.dropna().sort_values().index
                 if len(order) > 1:
                     axes.plot(places[order], means["top1"][order], marker="o", label=label)
-                axes.set(xlim=(0, None), ylim=(0, 100))
+                axes.set_xlim(0, None)
+        panels[0].set_ylim(0, 100)
     title = "top-1 (%) of each size"
     with chart("nested", title, title, xlabel=("FLOPs of an image", TIME)) as panels:
         sweep, sizes, times = found["nested"], (25, 50, 75), found["nested_ms_128"].means
@@ -102,6 +103,7 @@ def chart(name: str, *titles: str, xlabel: Sequence[str]) -> Iterator[list[Any]]
     for axes, label in zip(panels, xlabel, strict=True):
         axes.legend(fontsize="small")
         axes.set_xlabel(label)
-        axes.xaxis.set_major_formatter(EngFormatter())
+        if label != TIME:
+            axes.xaxis.set_major_formatter(EngFormatter())
     path = FOLDER / "figures" / f"{name}.png"
     figure.savefig(path, dpi=90, metadata={"Software": None})

@@ -213,9 +213,10 @@ def verdict(found: Mapping[str, Sweep], words: str) -> str:
 
 
 def mean(found: Mapping[str, Sweep], words: str) -> str:
-    """Render the mean result of a variant."""
-    key, name = words.split()
-    return f"{found[key].means[found[key].metric][name]:.2f}"
+    """Render the mean result of a variant, perhaps divided: sweep one, or sweep one / other."""
+    key, name, *other = words.replace("/", " ").split()
+    results = found[key].means[found[key].metric]
+    return f"{results[name] / (results[other[0]] if other else 1):.2f}"
 
 
 def cost(found: Mapping[str, Sweep], words: str) -> str:

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pprint import pformat
-from typing import Any, cast
+from typing import Any
 
 import parts  # noqa: F401  registers models
 import report
@@ -293,13 +293,15 @@ class Sweep:
             # The time of a run that was interrupted is only that since then.
             "seconds": None if record.get("resumed_at_iteration") else record.get("seconds"),
         }
-        inner = cast(Any, model.backbone.model if hasattr(model, "head") else None)
-        if inner is not None:
+        of_classes = hasattr(model, "head")
+        inner: Any = model.backbone.model if of_classes else model
+        backbone = run.config.model.get("backbone") or {}
+        if of_classes and not (record.get("growth") or backbone.get("growth")):
             row["forward_flops"] = total(model_costs(inner)).forward_flops
         rows = [row]
-        for key in record if inner is not None and not run.held_out else ():
+        for key in record if of_classes and not run.held_out else ():
             if size := re.fullmatch(r"accuracy/top1_at_([\d.]+)", key):  # of a nested model
-                percent, same = f"{100 * float(size[1]):g}", "nested" in run.config.model.backbone
+                percent, same = f"{100 * float(size[1]):g}", backbone["type"] != "NestedViT"
                 own = {"variant": f"{run.name}_{percent}", "label": f"{variant.label}, {size[1]}"}
                 own |= {"top1": record[key], "top5": None}
                 own["compare"] = f"alone_{percent}" * same

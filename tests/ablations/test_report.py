@@ -163,6 +163,7 @@ def test_pages_say_what_the_records_say(found, tmp_path, monkeypatch):
         "## The end: <!-- verdict one | two | which one two -->old<!-- end --> points\n"
         "<!-- differences A | B; which one two eight epochs -->\nold\n<!-- end -->\n"
         "<!-- mean which one -->old<!-- end -->, <!-- count x -->old<!-- end -->\n"
+        "<!-- mean which one / two -->old<!-- end --> ×\n"
         "<!-- measured which -->\nold<!-- end -->\n"
     )
     rows, read = found(*NINE)["which"].rows, results.read
@@ -177,6 +178,7 @@ def test_pages_say_what_the_records_say(found, tmp_path, monkeypatch):
     assert "which one two -->one leads two by 9.00 ± 2.27<!-- end --> points" in text
     assert "| eight epochs | 11.00 | 2.00 | 3 | **+9.00 ± 2.27** |\n<!-- end -->" in text
     assert "-->11.00<!-- end -->, <!-- count x -->2 differences about 0<!-- end -->" in text
+    assert "-->5.50<!-- end --> ×" in text
     assert "| `which` | `base` | one rate | 1 (4) |  | 2 cores, float32, batch 4 | 7e196e7" in text
     monkeypatch.setattr("sys.argv", ["report.py", "--check"])
     report.main()

@@ -31,7 +31,7 @@ def test_derivatives_up_to_the_third(eps):
     x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
 
     def norm(x):
-        return layer_norm(x, eps)
+        return layer_norm(x, eps=eps)
 
     def slope(x):
         return torch.autograd.grad(norm(x).pow(3).sum(), x, create_graph=True)[0]

@@ -118,7 +118,8 @@ def _vision(vit: Any, num_tokens: int | None) -> tuple[Any, int, int, dict[str, 
     if patches < 1:
         raise InputError(f"num_tokens is {num_tokens}: no token is left; give a larger number")
     flops = {"embedding": counter.get_total_flops() * patches // embed.num_patches}
-    return vit, patches + vit.num_prefix_tokens, vit.embed_dim * len(vit.blocks), flops
+    width = sum(getattr(block.attn, "attn_dim", vit.embed_dim) for block in vit.blocks)
+    return vit, patches + vit.num_prefix_tokens, width, flops
 
 
 def _language(model: nn.Module, num_tokens: int | None) -> tuple[Any, int, int, dict[str, int]]:

@@ -52,4 +52,6 @@ def matched_vit(model: nn.Module) -> tuple[Any, int]:
 
 def mlp_ratio(hidden: int, width: int) -> float:
     """Return the ``mlp_ratio`` that gives exactly this number of hidden neurons in timm."""
-    return (hidden + 0.5) / width  # timm multiplies by the width again and rounds down
+    ratio = hidden / width
+    # timm multiplies by the width again and rounds down.
+    return ratio if int(width * ratio) == hidden else (hidden + 0.5) / width

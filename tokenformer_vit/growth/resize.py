@@ -331,6 +331,7 @@ def follow(
                     own = scaled[id(group)] = copy.deepcopy({**group, "params": []})
                     for key in own.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}:
                         own[key] *= new_lr_scale  # with the rates of OneCycleLR
+                    scaled[id(own)] = own
                     optimizer.add_param_group(own)
                 group = scaled[id(group)]
             # In the order of the model, because PyTorch loads a state by position.

@@ -42,7 +42,7 @@ class BlockLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (..., C) tokens."""
         if self.affine == "none":
-            return layer_norm(input, self.eps)
+            return layer_norm(input, eps=self.eps)
         y = F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         return _as_products(y, input)
 
@@ -56,7 +56,7 @@ class BlockRMSNorm(nn.RMSNorm):
     def __init__(
         self, num_channels: int, affine: str = "rms", eps: float = 1e-6, **place: Any
     ) -> None:
-        super().__init__(num_channels, eps=eps, elementwise_affine=affine != "rms", **place)
+        super().__init__(num_channels, eps=eps, elementwise_affine=affine == "rms+weight", **place)
         self.affine = affine
 
     def forward(self, x: Tensor) -> Tensor:
