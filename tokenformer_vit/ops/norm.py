@@ -41,7 +41,7 @@ class _LayerNorm(torch.autograd.Function):
         return grad_x.to(ctx.dtype), None, None, None
 
 
-def layer_norm(x: Tensor, *, eps: float = 1e-6) -> Tensor:
+def layer_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Normalise tokens over their last axis, without learnable parameters.
 
     Args:
