@@ -215,7 +215,9 @@ def verdict(found: Mapping[str, Sweep], words: str) -> str:
 def mean(found: Mapping[str, Sweep], words: str) -> str:
     """Render the mean result of a variant, perhaps divided: sweep one, or sweep one / other."""
     key, name, *other = words.replace("/", " ").split()
-    results = found[key].means[found[key].metric]
+    metric = found[key].metric
+    # Of times, the median of the ratios within a round is quoted.
+    results = found[key].means["time_ratio" if other and metric == "milliseconds" else metric]
     return f"{results[name] / (results[other[0]] if other else 1):.2f}"
 
 
