@@ -56,14 +56,15 @@ def main(words: list[str]) -> None:
     sources = dict(word.split("=", 1) for word in args.models)
     first = next(iter(sources.values()))
     models = {name: partial(build, own, first, args.set_size) for name, own in sources.items()}
-    embed: Any = next(iter(models.values()))().patch_embed
+    model = next(iter(models.values()))()
+    side = model.patch_embed.img_size
     machine = environment(device)
     about: dict[str, Any] = {key: machine[key] for key in ("date", "commit", "hardware")}
-    about |= {"torch": torch.__version__, "question": "milliseconds", "base": first}
-    about |= {"dtype": "float32"}
-    about |= {"title": str(__doc__).splitlines()[0], "seed": 0, "lr": 0.0}
+    base = f"{model.pretrained_cfg['architecture']} {side[0]} px"
+    about |= {"torch": torch.__version__, "question": "milliseconds", "base": base}
+    about |= {"dtype": "float32", "title": str(__doc__).splitlines()[0], "seed": 0, "lr": 0.0}
     for size in args.batch_sizes:
-        images = torch.randn(size, 3, *embed.img_size, device=device)
+        images = torch.randn(size, 3, *side, device=device)
         how: Any = (lambda model, images: model(images), [(images,)], False, False)
         rows = measure({name: Run(new, True, *how) for name, new in models.items()}, args.rounds)
         whole = next(iter(rows.values()))["seconds"]

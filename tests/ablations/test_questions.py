@@ -1,7 +1,10 @@
 """Every question can be asked of its base, and what it compares can be compared."""
 
+import parts
 import pytest
 import sweep
+import timm
+import torch
 from base import Base
 from questions import QUESTIONS
 
@@ -70,3 +73,20 @@ def test_options_and_lengths_reach_the_config():
     assert kinds["vit_muon"] == kinds["tokenformer_muon"] == "timm.optim.Muon"
     assert {cfg.train_cfg.max_epochs for cfg in own.configs.values()} == {24}
     assert own.configs["vit_muon"].model.backbone.model_name == "vit_conv_stem"
+
+
+def test_a_nested_vit_is_exported_as_a_vit_and_adapters_start_with_its_outputs():
+    images, small = torch.randn(2, 3, 16, 16), {"img_size": 16, "depth": 2}
+    nested = parts.NestedViT([0.5], model_name="test_vit", **small).eval()
+    vit = timm.create_model("test_vit", num_classes=0, **small).eval()
+    vit.load_state_dict(nested.exported(nested.model.state_dict()))
+    torch.testing.assert_close(vit(images), nested(images)[0])
+    own = {"model_name": "tokenformer_vit", "theta": "linear", "embed_dim": 32, "num_heads": 2}
+    growth = {"num_qkv_param_tokens": 40, "freeze": "old"}
+    lora = parts.LoRA(growth=growth, patch_size=8, **own, **small).eval()
+    query = lora.model.blocks[0].attn.query
+    assert query.new_key_param_tokens.any()
+    grown = lora(images)[0]
+    with torch.no_grad():
+        query.new_key_param_tokens.zero_()
+    torch.testing.assert_close(lora(images)[0], grown)
