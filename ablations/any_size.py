@@ -1,11 +1,11 @@
 """How accurate is a trained ViT at a smaller size, without training and after an epoch?
 
-MODEL is what `tokenformer-vit compress` takes, such as a fine-tuned ViT; 400 images of train are
-fitted to, and those of val are measured with. With --rates each smaller model is then trained for
-an epoch; to choose one, seed 0 leaves the last 1,000 rows of train out and measures with these, so
-that its MODEL may not know them, and IMAGES must be a data set in random order, not class folders.
-Rows are added to results.csv of the work directory, and what has one is skipped. torch-pruning is a
-package of PyPI::
+MODEL is what `tokenformer-vit compress` takes, such as a fine-tuned ViT, or a TokenFormer for refit
+and usage alone; 400 images of train are fitted to, and those of val are measured with. With --rates
+each smaller model is then trained for an epoch; to choose one, seed 0 leaves the last 1,000 rows of
+train out and measures with these, so that its MODEL may not know them, and IMAGES must be a data
+set in random order, not class folders. Rows are added to results.csv of the work directory, and
+what has one is skipped. torch-pruning is a package of PyPI::
 
     tokenformer-vit train photos --checkpoint VIT --epochs 2 --work-dir work_dirs/whole --seed 1
     python ablations/any_size.py work_dirs/whole photos --seed 1
@@ -38,7 +38,7 @@ from tokenformer_vit.cli.arguments import Parser, add_model, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import measure_usage, prune
 from tokenformer_vit.growth.refit import LEAST_SCALE, moments, removal_order, solve
-from tokenformer_vit.models import from_vit
+from tokenformer_vit.models import TokenFormerViT, from_vit
 from tokenformer_vit.records import environment
 from tokenformer_vit.training.data.images import divide
 from tokenformer_vit.training.engine import stock
@@ -57,7 +57,12 @@ Batches = Sequence[tuple[Tensor, Tensor]]  # images (B, C, H, W) and labels (B,)
 def refit(vit: Any, data: Batches, shares: Sequence[float], **how: Any) -> dict[float, Any]:
     """Do what ``tokenformer-vit compress`` does."""
     images = [batch for batch, _ in data]
-    return compression.smaller_models(from_vit(vit), images, shares, **how)
+    return compression.smaller_models(as_tokenformer(vit), images, shares, **how)
+
+
+def as_tokenformer(vit: Any) -> Any:
+    """Convert a ViT; a TokenFormer stays."""
+    return vit if isinstance(vit, TokenFormerViT) else from_vit(vit)
 
 
 def refit_equal(vit: Any, data: Batches, share: float) -> Any:
@@ -67,7 +72,7 @@ def refit_equal(vit: Any, data: Batches, share: float) -> Any:
 
 def usage(vit: Any, data: Batches, share: float) -> Any:
     """Keep the hidden neurons that add most to the outputs, equally many in each block."""
-    model, images = from_vit(vit), [batch for batch, _ in data]
+    model, images = as_tokenformer(vit), [batch for batch, _ in data]
     count = compression.equal_count(model, share, compression.tokens_of(model, images[0]))
     return prune(model, measure_usage(model, images), {"ffn": count})
 
@@ -257,6 +262,7 @@ def main(words: list[str]) -> None:
     add("--flops", nargs="+", type=float, default=[0.83, 0.67, 0.5, 0.33], help="shares")
     add("--methods", nargs="+", choices=METHODS, default=[*METHODS])
     add("--rates", nargs="*", type=float, default=[], help="learning rates of an epoch")
+    add("--name", default="any_size", help="of the sweep in the results")
     add("--work-dir", type=Path, default=Path("work_dirs/any_size"))
     args = parser.parse_args(words)
     args.work_dir.mkdir(parents=True, exist_ok=True)
@@ -292,7 +298,7 @@ def measure(args: Namespace, path: Path) -> None:
     about |= {"examples": len(train)}
 
     def name(method: str, share: float, rate: float) -> dict[str, Any]:
-        sweep = "any_size" if method in FITTED else "any_size_baselines"
+        sweep = args.name if method in FITTED else f"{args.name}_baselines"
         variant = method if share == 1 else f"{method}_{share:g}"
         found = (f"{sweep}_epoch" if rate else sweep, variant, rate, args.seed)
         return dict(zip(results.RUN, found, strict=True))
