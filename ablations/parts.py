@@ -27,9 +27,16 @@ def part_of(size: int, held_out: bool) -> list[int]:
 
 @DATASETS.register_module()
 def HeldOutImages(dataset: Mapping[str, Any], held_out: bool) -> Any:
-    """Build a data set of images without those that are held out, or with these alone."""
-    size = len(DATASETS.build({**dataset, "lazy_init": True}).load_data_list())
-    return DATASETS.build({**dataset, "indices": part_of(size, held_out)})
+    """Build a data set of images without those that are held out, or with these alone.
+
+    A ``share`` is one of the images that are not held out.
+    """
+    dataset = dict(dataset)
+    share = dataset.pop("share", 1)
+    chosen = part_of(len(DATASETS.build({**dataset, "lazy_init": True}).load_data_list()), held_out)
+    count = len(chosen) if held_out else max(1, round(share * len(chosen)))
+    indices = [chosen[index * len(chosen) // count] for index in range(count)]
+    return DATASETS.build({**dataset, "indices": indices})
 
 
 @DATASETS.register_module()
