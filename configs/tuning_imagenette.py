@@ -49,4 +49,5 @@ optim_wrapper = dict(optimizer=dict(type="AdamW", lr=3e-3))
 param_scheduler = _base_.param_scheduler
 param_scheduler[0].end = param_scheduler[1].begin = 1
 train_cfg = dict(max_epochs=8, val_interval=8)
+default_hooks = dict(ema=dict(momentum=0.05))
 auto_scale_lr = dict(base_batch_size=64)
