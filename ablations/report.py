@@ -245,9 +245,9 @@ def tally(found: Mapping[str, Sweep], words: str) -> str:
                 behind += worst.clear and worst.value * sweep.sign < 0
                 starred += worst.clear and not bold
     return (
-        f"of {total} grown models {ahead or 'none'} beat the better of two rivals with as many "
-        f"FLOPs, a large one from scratch and the small one trained longer; {behind} were worse, "
-        f"{starred} of these at the end of a grid of rates"
+        f"of {total} grown models {ahead or 'none'} beat the better of two models of equal FLOPs, "
+        f"a large one from scratch and the small one trained longer; {behind} were worse, "
+        f"{starred} of these perhaps for want of a better rate"
     )
 
 

@@ -134,7 +134,7 @@ def test_verdicts_follow_the_records(found):
         ),
     ]
     assert report.tally(found(*grown), "which").endswith(
-        "; 1 were worse, 0 of these at the end of a grid of rates"
+        "; 1 were worse, 0 of these perhaps for want of a better rate"
     )
     grown[2] = ("same", [2, 3, 4], {})
     assert report.tally(found(*grown), "which").startswith("of 1 grown models 1 beat the better")
