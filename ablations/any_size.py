@@ -61,8 +61,8 @@ def refit(vit: Any, data: Batches, shares: Sequence[float], **how: Any) -> dict[
 
 
 def as_tokenformer(vit: Any) -> Any:
-    """Convert a ViT; a TokenFormer stays."""
-    return vit if isinstance(vit, TokenFormerViT) else from_vit(vit)
+    """Convert a ViT, or copy a TokenFormer, which pruning would change."""
+    return copy.deepcopy(vit) if isinstance(vit, TokenFormerViT) else from_vit(vit)
 
 
 def refit_equal(vit: Any, data: Batches, share: float) -> Any:

@@ -50,8 +50,8 @@ def draw(found: Mapping[str, Sweep]) -> None:
             points(axes, costs, leads, label)
         axes.axhline(0, color="0.5")
         axes.set_xscale("log")
-    title = "top-1 (%) without training"
-    with chart("any_size", title, f"{title}, batch 32", xlabel=("FLOPs of an image", TIME)) as panels:
+    titles = "top-1 (%) without training", "top-1 (%) without training, batch 32"
+    with chart("any_size", *titles, xlabel=("FLOPs of an image", TIME)) as panels:
         for method, label in METHODS.items():
             own = [found[name].means for name in ("any_size", "any_size_baselines")]
             means = pd.concat(own).filter(regex=rf"^(whole|{method}_[\d.]+)$", axis=0)

@@ -50,13 +50,16 @@ def test_methods_are_measured_once(tmp_path):
     assert (flops.drop(index="whole", level=1) <= 0.8 * flops["any_size", "whole"]).all()
 
 
-@pytest.mark.parametrize("method", any_size.METHODS)
+@pytest.mark.parametrize("method", [*any_size.METHODS, "refit tokens", "usage tokens"])
 def test_a_method_keeps_its_share_of_the_flops(method):
     if "pruning" in method:
         pytest.importorskip("torch_pruning")
-    vit, labels = small_vit(), torch.randint(3, (8,))
-    models = any_size.METHODS[method](vit, [(torch.randn(8, 3, 16, 16), labels)], [0.7])
-    assert 0.6 < flops_of(models[0.7]) / flops_of(vit) <= 0.7
+    method, _, tokens = method.partition(" ")
+    whole = any_size.as_tokenformer(small_vit()) if tokens else small_vit()
+    flops, data = flops_of(whole), [(torch.randn(8, 3, 16, 16), torch.randint(3, (8,)))]
+    models = any_size.METHODS[method](whole, data, [0.7])
+    assert flops_of(whole) == flops
+    assert 0.6 < flops_of(models[0.7]) / flops <= 0.7
 
 
 def test_an_epoch_changes_early_layers_least():
