@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
+import parts
 import pytest
 import results
 import sweep
@@ -10,6 +12,8 @@ import torch
 from PIL import Image
 
 from tokenformer_vit import cli
+
+from ..samples import CLASSES, write_images
 
 ROOT = Path(__file__).resolve().parents[2]
 # Stands in for a training: what it leaves behind, or how it ends. Its best rate is 2e-3.
@@ -86,6 +90,17 @@ def test_seed_0_finds_the_best_rate_on_held_out_images(run, capsys):
     assert same.equals(rows)
     Path("work", "results.csv").unlink()
     assert len(run(*words)[1]) == 10
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_share_is_one_of_the_images_that_are_not_held_out(tmp_path, share):
+    write_images(tmp_path, (8, 8), dict.fromkeys(CLASSES, 20), np.random.default_rng(0))
+    load = [{"type": "LoadImage"}, {"type": "PackLabels"}]
+    images = {"type": "ImagesInMemory", "data_root": str(tmp_path), "pipeline": load}
+    data = [parts.HeldOutImages({**images, "share": share}, held_out) for held_out in (True, False)]
+    assert [len(each) for each in data] == [6, round(54 * share)]
+    paths = [{each.get_data_info(i)["img_path"] for i in range(len(each))} for each in data]
+    assert not paths[0] & paths[1]
 
 
 def test_a_row_stands_for_a_lost_folder_and_other_configs_do_not_mix(run, capsys):
