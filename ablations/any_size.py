@@ -318,8 +318,10 @@ def measure(args: Namespace, path: Path) -> None:
             cost = total(model_costs(reparameterize_model(copy.deepcopy(model)), tokens))
             found = classes(tune(model, trained, rate, args.seed) if rate else model, measured)
             row = {**about, **name(method, share, rate), "epochs": int(rate > 0)}
-            row["label"] = method if share == 1 else f"{method}, {share:g} of the FLOPs"
-            row["compare"] = "whole" if method == "refit" else f"refit_{share:g}"
+            row["label"] = method
+            if share < 1:
+                row["label"] = f"{method}, {share:g} of the FLOPs"
+                row["compare"] = "whole" if method == "refit" else f"refit_{share:g}"
             row |= {"title": AFTER if rate else ABOUT, "parameters": cost.parameters}
             row |= {"forward_flops": cost.forward_flops}
             row["selected_on"] = "held-out" if rate or not args.seed else ""

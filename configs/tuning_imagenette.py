@@ -2,7 +2,6 @@
 # tokens in each of q, k, v and o, and a new head, are trained; all old weights stay.
 #
 # Data:      tokenformer-vit prepare-data imagenette_parquet data/imagenette
-#            (images of one size)
 # Weights:   python tools/pretrained_vit.py vit_small.safetensors
 #            tokenformer-vit convert vit_small.safetensors work_dirs/converted \
 #                --model vit_small_patch14_dinov2 --model-kwargs img_size=98
@@ -25,11 +24,9 @@ model = dict(
         pattention_args=dict(bias=True),
         norm="weight+bias",
         init_values=1.0,
-        num_ffn_param_tokens=1536,
         growth=dict(
             num_qkv_param_tokens=384 + 8,
             num_proj_param_tokens=384 + 8,
-            num_ffn_param_tokens=1536,
             freeze="old",
         ),
     ),
