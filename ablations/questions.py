@@ -145,7 +145,8 @@ def adapters(base: Base) -> Variants:
     keys or as LoRA, hidden neurons of the feed-forward part, or half of both.
     """
     backbone = "model.backbone."
-    found = {"head": Variant("head alone", {f"{backbone}frozen": True})}
+    frozen = {f"{backbone}frozen": True, f"{backbone}growth": None}
+    found = {"head": Variant("head alone", frozen)}
     for name, label, rank, neurons, options in (
         ("lora", "LoRA of q, k, v, o", 8, 0, {f"{backbone}type": "LoRA"}),
         ("linear", "linear tokens of q, k, v, o", 8, 0, {}),

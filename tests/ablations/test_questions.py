@@ -10,7 +10,7 @@ from questions import QUESTIONS
 
 from tokenformer_vit.training.config import run_length
 
-BASES = {"mae": "mae_cifar10_micro_finetune"}
+BASES = {"mae": "mae_cifar10_micro_finetune", "adapters": "tuning_imagenette"}
 ASKED = [(name, BASES.get(name, "cifar10_micro_50k")) for name in QUESTIONS]
 
 
@@ -33,6 +33,8 @@ def test_every_variant_has_a_config_of_its_own(name, base):
     for place, variant in enumerate(own.variants.values()):
         assert {*variant.compare} <= {*names}
         assert variant.start == "" or variant.start in names[:place]
+        backbone = own.configs[names[place]].model.get("backbone", {})
+        assert not (backbone.get("frozen") and backbone.get("growth"))
     assert len({str(cfg) + own.variants[each].start for each, cfg in own.configs.items()}) == len(
         names
     )
