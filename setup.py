@@ -86,7 +86,7 @@ setup(
         "language": [*LANGUAGE, *ARROW],
         "evaluation": [*LANGUAGE, *ARROW, *EVALUATION],
         "dev": [
-            "pytest>=8.2",
+            "pytest>=9",
             "pytest-xdist>=3.6",
             "parameterized>=0.9",  # transformers' own tests need it
             "nox[uv]>=2025.2.9",

@@ -1,8 +1,10 @@
+import faulthandler
 import gc
 import io
 import itertools
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import warnings
@@ -71,6 +73,9 @@ def _fork(work: Callable[[], object]) -> Done:
             # pytest would collect the warnings, which a process prints.
             warnings.showwarning = lambda *of, **_: err.write(warnings.formatwarning(*of[:4]))
             torch.set_num_threads(1)  # OpenMP's other threads do not live in a fork
+            # If it waits for ever, it ends with its traceback.
+            faulthandler.register(signal.SIGALRM, err, chain=True)
+            signal.alarm(240)
             status: Any = 1
             try:
                 work()
