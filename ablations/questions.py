@@ -146,7 +146,7 @@ def adapters(base: Base) -> Variants:
     """
     backbone = "model.backbone."
     frozen = {f"{backbone}frozen": True, f"{backbone}growth": None}
-    found = {"head": Variant("head alone", frozen)}
+    found = {"head": Variant("head alone", frozen, family="pretrained")}
     for name, label, rank, neurons, options in (
         ("lora", "LoRA of q, k, v, o", 8, 0, {f"{backbone}type": "LoRA"}),
         ("linear", "linear tokens of q, k, v, o", 8, 0, {}),
@@ -157,7 +157,7 @@ def adapters(base: Base) -> Variants:
         growth = {key: count + more for (key, count), more in new} | {"freeze": "old"}
         others = {"lora": ("head",), "linear": ("head", "lora")}.get(name, ("head", "linear"))
         options = {**options, f"{backbone}growth": growth}
-        found[name] = Variant(label, options, compare=others)
+        found[name] = Variant(label, options, compare=others, family="pretrained")
     return found
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from tokenformer_vit import growth
 from tokenformer_vit.growth import count_pairs, grow, join_tokens, pattention_layers
@@ -91,6 +92,20 @@ def test_every_cut_computes_the_formula(split):
     check(nested, first)
     with growth.use_pairs(model, odd):
         check(model, odd)
+
+
+def test_frozen_pairs_cost_no_gradients_of_their_own():
+    start, x, costs, gradients = in_float64(linear()), images().double(), [], []
+    for how in ({"freeze": "old"}, {"split": True}):
+        model = grow(copy.deepcopy(start), doubled(start), init="random", **how)
+        with FlopCounterMode(display=False) as counter:
+            model(x).square().sum().backward()
+        costs.append(counter.get_total_flops())
+        new = {name: p.grad for name, p in model.named_parameters() if "new_" in name}
+        gradients.append(new)
+    assert costs[0] < 0.9 * costs[1]
+    for name, gradient in gradients[0].items():
+        assert_same(gradient, gradients[1][name], 1e-10)
 
 
 class LoRA(nn.Module):

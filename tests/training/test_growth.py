@@ -61,7 +61,7 @@ def test_new_pairs_warm_up():
 
 
 @pytest.mark.parametrize("split", [{}, {"new_lr_scale": 2.0}])  # with new parameters
-def test_weights_are_averaged_as_by_mmengine_after_growth(split):
+def test_weights_are_averaged_as_by_mmengine_after_growth(split, scope):
     hook = GrowthHook([{"iteration": 3, "num_ffn_param_tokens": 120}], **split)
     model = timm.create_model("tokenformer_tiny", embed_dim=24, depth=1, num_heads=2)
     kinds = ("ForeachMovingAverage", "ExponentialMovingAverage")

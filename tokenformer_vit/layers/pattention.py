@@ -267,20 +267,25 @@ class Pattention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C_in) tokens to (..., C_out)."""
-        keys, values, tau = self.key_param_tokens, self.value_param_tokens, self.tau
-        score_bias = self.score_bias
-        if (
-            self._used is not None
-            or self.active is not None
-            or self.new_key_param_tokens is not None
-            or tau.dim() > 0
-        ):
-            keys, values, tau, score_bias = self.used_tokens()
         if torch.jit.is_scripting():
+            keys, values, tau, score_bias = self.used_tokens()
             weights = self._theta_weights(F.linear(x, keys, score_bias), tau, self.eps)
             return F.linear(weights, values.t(), self.bias)
         else:  # TorchScript must not compile this branch
-            return pattention(x, keys, values, self.theta, tau, self.eps, score_bias, self.bias)
+            keys, values, tau = self.key_param_tokens, self.value_param_tokens, self.tau
+            score_bias, split = self.score_bias, self.new_key_param_tokens is not None
+            chosen = self._used is not None or self.active is not None or tau.dim() > 0
+            # Frozen pairs need no gradients, if they are apart from those that are trained.
+            apart = split and not (chosen or keys.requires_grad) and torch.is_grad_enabled()
+            apart = apart and not find_theta(self.theta).norm_order
+            if chosen or split != apart:
+                keys, values, tau, score_bias = self.used_tokens()
+            own = self.theta, tau, self.eps
+            output = pattention(x, keys, values, *own, score_bias, self.bias)
+            if apart:
+                keys, values = (self.parts(name)[1] for name in TOKENS)
+                output = output + pattention(x, keys, values, *own, self.new_score_bias)
+            return output
 
     @torch.jit.unused
     def weights(self, x: Tensor) -> Tensor:
