@@ -272,6 +272,9 @@ class Sweep:
         names = {key: key.removeprefix("accuracy/").replace("/error", "_error") for key in record}
         figures = {own: record[key] for key, own in names.items() if re.fullmatch(COLUMNS, own)}
         model = self.base.build(run.config)
+        backbone = run.config.model.get("backbone") or {}
+        # A config may append pairs before the training.
+        grown = record.get("growth") or [record if backbone.get("growth") else {}]
         row = {
             **self.about,
             **self.row_name(run),
@@ -289,14 +292,13 @@ class Sweep:
             "batch_size": record.get(f"{noun}_per_step"),
             "examples": record.get(f"train_{noun}"),
             "parameters": sum(each.numel() for each in model.parameters()),
-            "grown_to": (record.get("growth") or [{}])[-1].get("parameters"),
+            "grown_to": grown[-1].get("parameters"),
             # The time of a run that was interrupted is only that since then.
             "seconds": None if record.get("resumed_at_iteration") else record.get("seconds"),
         }
         of_classes = hasattr(model, "head")
         inner: Any = model.backbone.model if of_classes else model
-        backbone = run.config.model.get("backbone") or {}
-        if of_classes and not (record.get("growth") or backbone.get("growth")):
+        if of_classes and not row["grown_to"]:
             row["forward_flops"] = total(model_costs(inner)).forward_flops
         rows = [row]
         for key in record if of_classes and not run.held_out else ():
