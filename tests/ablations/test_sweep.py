@@ -38,7 +38,7 @@ if os.environ.get("FAIL", "").startswith(variant):
 record = {"date": "2026-01-01", "hardware": "a CPU", "dtype": "float32", "epochs": 2}
 record |= {"iterations": 14, "images_per_step": 8, "train_images": 50, "commit": "abc"}
 record |= {"versions": {"torch": "TORCH"}, "resumed_at_iteration": 0, "seconds": 60.0}
-record |= {"cpu": "x86", "accuracy/top1": 80 - 1e3 * abs(lr - 2e-3), "flops": 7}
+record |= {"cpu": "x86", "accuracy/top1": 80 - 1e3 * abs(lr - 2e-3), "flops": 7, "parameters": 9}
 if config["model"]["type"] == "NestedClassifier":
     record["accuracy/top1_at_0.25"] = 70
 (folder / "record.json").write_text(json.dumps(record))
@@ -117,6 +117,11 @@ def test_sizes_of_a_nested_model_are_rows(run):
     _, rows = run("nested", "--variants", "sandwich", "alone_25")
     row = rows.set_index("variant").loc["sandwich_25"]
     assert (row["top1"], row["family"], row["compare"]) == (70, "sandwich", "alone_25")
+
+
+def test_the_parameters_of_a_row_are_also_those_with_appended_pairs(run):
+    _, rows = run("adapters", "--variants", "head", "linear")
+    assert rows["grown_to"].fillna(0).to_list() == [0, 9]
 
 
 @pytest.mark.slow
