@@ -127,7 +127,6 @@ class Sweep:
 
     def run(self) -> None:
         """Train what is left: with several rates, first seed 0 at every rate."""
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
         if self.args.check:
             self.check(*self.args.check)
             return
@@ -420,4 +419,5 @@ def main(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     run_command(main)
