@@ -41,11 +41,13 @@ def session_seed() -> int:
 
 
 @pytest.fixture(autouse=True)
-def seed(session_seed: int) -> int:
+def seed(session_seed: int) -> Iterator[int]:
     """Draw fresh inputs in every test run; SEED=<the number printed> repeats a failure."""
     print(f"SEED={session_seed}")
     torch.manual_seed(session_seed)
-    return session_seed
+    yield session_seed
+    # Else pools of processes in later tests may wait for ever.
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 class Done(NamedTuple):
