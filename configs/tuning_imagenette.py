@@ -6,7 +6,7 @@
 #            tokenformer-vit convert vit_small.safetensors work_dirs/converted \
 #                --model vit_small_patch14_dinov2 --model-kwargs img_size=98
 # Batch:     64
-# Hardware:  one CPU core: 5 minutes
+# Hardware:  one CPU core; minutes in ablations/TABLES.md
 # Command:   tokenformer-vit train configs/tuning_imagenette.py
 # Expected:  88.2 % top-1 (3 seeds; ablations/TABLES.md)
 _base_ = "imagenette_stem.py"
