@@ -115,13 +115,16 @@ class Sweep:
                 [*(f"{key}={own}" for key, own in args.cfg_options.items()), *["--amp"] * args.amp]
             ),
         }
-        self.configs, self.rates = {}, {}
-        for name, variant in self.variants.items():
-            cfg = self.base.with_options(variant.options, variant.length, variant.config)
-            check(cfg)
-            lr = cfg.optim_wrapper.optimizer.lr
-            self.rates[name] = args.lr if args.lr and not variant.config else [lr]
-            self.configs[name] = cfg
+        short = {f"train_cfg.{self.base.unit}": args.lr_length} if args.lr_length else {}
+        rated = Base(args.config, args.cfg_options | short, args.data_root, args.amp)
+        self.configs, self.rates = {True: {}, False: {}}, {}  # of runs on held-out data, and others
+        for hold, base in ((True, rated), (False, self.base)):
+            for name, variant in wanted(question(base), args.variants).items():
+                cfg = base.with_options(variant.options, variant.length, variant.config)
+                check(cfg)
+                lr = cfg.optim_wrapper.optimizer.lr
+                self.rates[name] = args.lr if args.lr and not variant.config else [lr]
+                self.configs[hold][name] = cfg
         # As far as they are known.
         self.best = {name: rates[0] for name, rates in self.rates.items() if len(rates) == 1}
 
@@ -160,16 +163,9 @@ class Sweep:
 
     def planned(self, name: str, lr: float, seed: int, hold: bool = False) -> Run:
         """Return a run with its whole config; with ``hold``, it is validated on held-out data."""
-        variant, cfg, start = self.variants[name], copy.deepcopy(self.configs[name]), None
+        variant, cfg, start = self.variants[name], copy.deepcopy(self.configs[hold][name]), None
         if variant.start:
             start = self.planned(variant.start, self.best[variant.start], seed, hold)
-        if hold and self.args.lr_length and not variant.config:
-            share = self.args.lr_length / self.base.length
-            length = share * (variant.length or self.base.length)
-            if "GrowthHook" in str(cfg.get("custom_hooks")):
-                raise InputError(f"{name} grows at fixed times: omit --lr-length")
-            cfg = self.base.with_options(variant.options, length)
-            check(cfg)
         if hold and not variant.config:
             hold_out(cfg)
         cfg.optim_wrapper.optimizer.lr, cfg.randomness.seed = lr, seed

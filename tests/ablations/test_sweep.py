@@ -1,5 +1,6 @@
 """A sweep trains what is left, goes on after Ctrl-C, and chooses rates on held-out images."""
 
+import runpy
 import shutil
 from pathlib import Path
 
@@ -90,6 +91,17 @@ def test_seed_0_finds_the_best_rate_on_held_out_images(run, capsys):
     assert same.equals(rows)
     Path("work", "results.csv").unlink()
     assert len(run(*words)[1]) == 10
+
+
+def test_rates_are_tried_on_a_shorter_form_of_the_question(run):
+    words = ("--cfg-options", "train_cfg.max_epochs=4", "--lr", "1e-3", "2e-3", "--lr-length", "2")
+    run("one_step", "--variants", "zero_key_50", *words)
+    for path in Path("work").glob("*_seed*/config.py"):
+        config, epochs = runpy.run_path(str(path)), 2 if "_seed0_" in str(path) else 4
+        growth = next(each for each in config["custom_hooks"] if each["type"] == "GrowthHook")
+        assert config["train_cfg"]["max_epochs"] == epochs
+        assert growth["schedule"][0]["epoch"] == epochs // 2
+        assert config["param_scheduler"][1]["begin"] == 0.85 * epochs
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
