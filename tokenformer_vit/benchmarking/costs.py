@@ -35,6 +35,7 @@ _PATTERNS = {
     "embedding": r"^[^.]+$|^(model\.)?(patch_embed|embedding|positions)|\b(wte|wpe|embed_in)\.",
 }
 _LANGUAGE = ("tokenformer", "gpt2", "gpt_neox")  # kinds of transformers
+_UNKNOWN = "the costs of a {} are unknown: give a ViT or GPT-2"
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def _vision(vit: Any, num_tokens: int | None) -> tuple[Any, int, int, dict[str, 
     attentions = [getattr(block, "attn", None) for block in vit.blocks]
     for module in (*vit.blocks, *attentions, *([vit.attn_pool] if vit.attn_pool else [])):
         if not isinstance(module, TokenFormerBlock | Block | Attention | LinearAttention):
-            raise _unknown(module)
+            raise InputError(_UNKNOWN.format(type(module).__name__))
     embed = copy.deepcopy(vit.patch_embed).to("meta", torch.float32)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         embed(torch.empty(1, vit.in_chans, *embed.img_size, device="meta"))
@@ -137,8 +138,4 @@ def _language(model: nn.Module, num_tokens: int | None) -> tuple[Any, int, int, 
             continue
         tokens = context if num_tokens is None else num_tokens
         return module, tokens, width * depth, {"head": 2 * tokens * width * config.vocab_size}
-    raise _unknown(model)
-
-
-def _unknown(model: object) -> InputError:
-    return InputError(f"the costs of a {type(model).__name__} are unknown: give a ViT or GPT-2")
+    raise InputError(_UNKNOWN.format(type(model).__name__))
