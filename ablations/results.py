@@ -1,10 +1,10 @@
 """The records of experiments, and the statistics of their runs.
 
 A row of ``results.csv`` is a run: ``sweep`` names the runs that are compared, ``family`` those that
-share a past (a training before they part, or a model that they go on from), ``start`` the variant
-that a run goes on from, ``compare`` the variants beside which a table shows it. ``selected_on`` is
-"held-out" or "test" where seed 0 chose a rate on these data. A run that diverged has a row without
-a result. ``config`` is a digest of the config.
+share a past (a training before they part, a model that they go on from, or the order of a text in
+one pass), ``start`` the variant that a run goes on from, ``compare`` the variants beside which a
+table shows it. ``selected_on`` is "held-out" or "test" where seed 0 chose a rate on these data. A
+run that diverged has a row without a result. ``config`` is a digest of the config.
 """
 
 from collections.abc import Mapping, Sequence
