@@ -115,18 +115,24 @@ class Sweep:
                 [*(f"{key}={own}" for key, own in args.cfg_options.items()), *["--amp"] * args.amp]
             ),
         }
-        short = {f"train_cfg.{self.base.unit}": args.lr_length} if args.lr_length else {}
-        rated = Base(args.config, args.cfg_options | short, args.data_root, args.amp)
-        self.configs, self.rates = {True: {}, False: {}}, {}  # of runs on held-out data, and others
-        for hold, base in ((True, rated), (False, self.base)):
-            for name, variant in wanted(question(base), args.variants).items():
-                cfg = base.with_options(variant.options, variant.length, variant.config)
-                check(cfg)
-                lr = cfg.optim_wrapper.optimizer.lr
-                self.rates[name] = args.lr if args.lr and not variant.config else [lr]
-                self.configs[hold][name] = cfg
+        self.configs = self.rated = self.configs_of(self.base)
+        if args.lr_length:  # the same question, of another length
+            options = args.cfg_options | {f"train_cfg.{self.base.unit}": args.lr_length}
+            self.rated = self.configs_of(Base(args.config, options, args.data_root, args.amp))
+        self.rates = {}
+        for name, variant in self.variants.items():
+            lr = self.configs[name].optim_wrapper.optimizer.lr
+            self.rates[name] = args.lr if args.lr and not variant.config else [lr]
         # As far as they are known.
         self.best = {name: rates[0] for name, rates in self.rates.items() if len(rates) == 1}
+
+    def configs_of(self, base: Base) -> dict[str, Config]:
+        """Return the checked configs of the variants."""
+        found = {}
+        for name, own in wanted(QUESTIONS[self.args.question](base), self.args.variants).items():
+            found[name] = base.with_options(own.options, own.length, own.config)
+            check(found[name])
+        return found
 
     def run(self) -> None:
         """Train what is left: with several rates, first seed 0 at every rate."""
@@ -163,7 +169,8 @@ class Sweep:
 
     def planned(self, name: str, lr: float, seed: int, hold: bool = False) -> Run:
         """Return a run with its whole config; with ``hold``, it is validated on held-out data."""
-        variant, cfg, start = self.variants[name], copy.deepcopy(self.configs[hold][name]), None
+        variant, start = self.variants[name], None
+        cfg = copy.deepcopy((self.rated if hold else self.configs)[name])
         if variant.start:
             start = self.planned(variant.start, self.best[variant.start], seed, hold)
         if hold and not variant.config:
