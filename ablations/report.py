@@ -29,11 +29,12 @@ Rendered by `python ablations/report.py` from [results.csv](results.csv). A row 
 learning rate that seed 0 found best, over n seeds; `*`: no larger or smaller rate was tried, so a
 better one may exist. Where seed 0 chose on test data, it also counts. Each sweep has one σ, the
 standard deviation of a run by its seed, pooled over variants (degrees of freedom in brackets);
-those that share a past count once, and are compared seed by seed, with a σ of their own. ± is half
-the 95 % interval of a difference, by Student's t. **Bold**: the interval excludes 0, and the
-loser's rate has no `*`; where all variants have one rate, none has. FLOPs are those of all
-training, with the variants that a row goes on from, but without the pre-training of MAE and of
-weights that were read from a file. Minutes are those of machines that did other work.
+those that share a past, or the order of a text in one pass, count once, and are compared seed by
+seed, with a σ of their own. ± is half the 95 % interval of a difference, by Student's t. **Bold**:
+the interval excludes 0, and the loser's rate has no `*`; where all variants have one rate, none
+has. FLOPs are those of all training, with the variants that a row goes on from, but without the
+pre-training of MAE and of weights that were read from a file. Minutes are those of machines that
+did other work.
 """
 
 

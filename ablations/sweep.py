@@ -116,7 +116,7 @@ class Sweep:
             ),
         }
         self.configs = self.rated = self.configs_of(self.base)
-        if args.lr_length:  # the same question, of another length
+        if args.lr_length:  # rates are tried on the same question, of another length
             options = args.cfg_options | {f"train_cfg.{self.base.unit}": args.lr_length}
             self.rated = self.configs_of(Base(args.config, options, args.data_root, args.amp))
         self.rates = {}
