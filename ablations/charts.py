@@ -73,12 +73,14 @@ def draw(found: Mapping[str, Sweep]) -> None:
             names = alone if label == "alone" else [*(f"{whole}_{n}" for n in sizes), whole]
             for axes, places in zip(panels, (flops, times["milliseconds"][alone]), strict=True):
                 points(axes, places, [value(sweep, name) for name in names], label)
-    adapted = found["adapters_imagenette"]
-    with chart("adapters", "top-1 (%) after 8 epochs on a tenth of Imagenette", xlabel=[""]) as own:
-        values = [value(adapted, name) for name in adapted.first.index]
-        labels = [fill(label, 14) for label in adapted.first["label"]]
-        points(own[0], labels, values, "a frozen ViT-S and few new weights")
-        own[0].lines[0].set_linestyle("")
+    titles = "top-1 (%), a tenth of Imagenette", "top-1 (%), 1,000 images of CIFAR-10"
+    labels = found["adapters_imagenette"].first["label"]
+    with chart("adapters", *titles, xlabel=("", "")) as panels:
+        for axes, name in zip(panels, ("adapters_imagenette", "adapters_cifar10"), strict=True):
+            values = [value(found[name], each) for each in labels.index]
+            places = [fill(label, 14) for label in labels]
+            points(axes, places, values, "a frozen ViT-S and few new weights")
+            axes.lines[0].set_linestyle("")
     titles = "images: top-1 (%)", "text: perplexity (lower is better)"
     with chart("growth", *titles, xlabel=["training FLOPs"] * 2) as panels:
         for axes, name in zip(panels, ("one_step", "lm_one_step"), strict=True):

@@ -5,7 +5,7 @@
 # Batch:     64
 # Hardware:  one CPU core; minutes in ablations/TABLES.md
 # Command:   tokenformer-vit train configs/tuning_cifar10.py
-# Expected:  ablations/TABLES.md
+# Expected:  75.8 % top-1 (3 seeds, float32; ablations/TABLES.md)
 _base_ = "tuning_imagenette.py"
 
 model = dict(backbone=dict(img_size=70))
