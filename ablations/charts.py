@@ -74,12 +74,11 @@ def draw(found: Mapping[str, Sweep]) -> None:
             for axes, places in zip(panels, (flops, times["milliseconds"][alone]), strict=True):
                 points(axes, places, [value(sweep, name) for name in names], label)
     titles = "top-1 (%), a tenth of Imagenette", "top-1 (%), 1,000 images of CIFAR-10"
-    labels = found["adapters_imagenette"].first["label"]
+    labels = found["adapters_imagenette"].first["label"].map(lambda label: fill(label, 14))
     with chart("adapters", *titles, xlabel=("", "")) as panels:
         for axes, name in zip(panels, ("adapters_imagenette", "adapters_cifar10"), strict=True):
             values = [value(found[name], each) for each in labels.index]
-            places = [fill(label, 14) for label in labels]
-            points(axes, places, values, "a frozen ViT-S and few new weights")
+            points(axes, labels, values, "a frozen ViT-S and few new weights")
             axes.lines[0].set_linestyle("")
     titles = "images: top-1 (%)", "text: perplexity (lower is better)"
     with chart("growth", *titles, xlabel=["training FLOPs"] * 2) as panels:

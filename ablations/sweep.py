@@ -115,24 +115,17 @@ class Sweep:
                 [*(f"{key}={own}" for key, own in args.cfg_options.items()), *["--amp"] * args.amp]
             ),
         }
-        self.configs = self.rated = self.configs_of(self.base)
+        self.configs = self.rated = configs_of(self.base, self.variants)
         if args.lr_length:  # rates are tried on the same question, of another length
             options = args.cfg_options | {f"train_cfg.{self.base.unit}": args.lr_length}
-            self.rated = self.configs_of(Base(args.config, options, args.data_root, args.amp))
+            base = Base(args.config, options, args.data_root, args.amp)
+            self.rated = configs_of(base, wanted(question(base), args.variants))
         self.rates = {}
         for name, variant in self.variants.items():
             lr = self.configs[name].optim_wrapper.optimizer.lr
             self.rates[name] = args.lr if args.lr and not variant.config else [lr]
         # As far as they are known.
         self.best = {name: rates[0] for name, rates in self.rates.items() if len(rates) == 1}
-
-    def configs_of(self, base: Base) -> dict[str, Config]:
-        """Return the checked configs of the variants."""
-        found = {}
-        for name, own in wanted(QUESTIONS[self.args.question](base), self.args.variants).items():
-            found[name] = base.with_options(own.options, own.length, own.config)
-            check(found[name])
-        return found
 
     def run(self) -> None:
         """Train what is left: with several rates, first seed 0 at every rate."""
@@ -346,6 +339,15 @@ class Sweep:
         if not abs(two[metric] - one[metric]) <= allowed:
             sys.exit(f"{text}: they differ")
         print(f"{text}: they agree")
+
+
+def configs_of(base: Base, variants: dict[str, Variant]) -> dict[str, Config]:
+    """Return the checked configs of variants."""
+    found = {}
+    for name, own in variants.items():
+        found[name] = base.with_options(own.options, own.length, own.config)
+        check(found[name])
+    return found
 
 
 def check(cfg: Config) -> None:
