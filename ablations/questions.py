@@ -140,6 +140,25 @@ def nested(base: Base) -> Variants:
     return found
 
 
+def nested_tuning(base: Base) -> Variants:
+    """Which sizes should one training of a pretrained ViT give: of all pairs, or of hidden neurons?
+
+    Nested hidden neurons and whole attention are a nested ViT, as MatFormer (arXiv:2310.07707).
+    Its sizes have the FLOPs of those of the config.
+    """
+    own = {"model_name": "vit_small_patch14_dinov2", "img_size": base.inner.patch_embed.img_size[0]}
+    own["checkpoint_path"] = "work_dirs/ordered_vit/keep_1/model.safetensors"
+    vit = {**own, "type": "TimmClassificationBackbone", "_delete_": True}
+    nested = {**vit, "type": "NestedViT", "nested": [0.1, 0.25, 0.5]}
+    whole = {"model.type": "ImageClassifier", "model.backbone": vit}
+    about: Any = {"family": "pretrained"}
+    return {
+        "whole": Variant("ViT, alone", whole, **about),
+        "vit": Variant("nested ViT", {"model.backbone": nested}, compare=("whole",), **about),
+        "tokens": Variant("nested, all pairs", compare=("whole", "vit"), **about),
+    }
+
+
 def adapters(base: Base) -> Variants:
     """Which few new weights adapt a pretrained ViT?
 
@@ -197,5 +216,5 @@ def mae(base: Base) -> Variants:
 
 QUESTIONS: dict[str, Callable[[Base], Variants]] = {
     each.__name__: each
-    for each in (softmax, layernorm, recipes, sizes, one_step, nested, adapters, mae)
+    for each in (softmax, layernorm, recipes, sizes, one_step, nested, nested_tuning, adapters, mae)
 }

@@ -11,6 +11,7 @@ from questions import QUESTIONS
 from tokenformer_vit.training.config import run_length
 
 BASES = {"mae": "mae_cifar10_micro_finetune", "adapters": "tuning_imagenette"}
+BASES["nested_tuning"] = "nested_imagenette"
 ASKED = [(name, BASES.get(name, "cifar10_micro_50k")) for name in QUESTIONS]
 
 

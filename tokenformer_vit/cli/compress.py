@@ -63,8 +63,7 @@ def main(argv: list[str]) -> None:
     if args.to_vit:  # refused, before anything is computed, of what is no ViT
         model = from_vit(to_vit(model))
     nested = len(model.sizes) > 1 and not args.flops
-    shares = shares or (model.sizes if nested else (0.67, 0.5))
-    shares = [share for share in shares if share != 1]
+    shares = shares or (model.sizes[:-1] if nested else (0.67, 0.5))
     fitted, measured = compression.divide_images(args.images, args.fit_images)
     how = {"batch_size": args.batch_size, "device": args.device}
     read = partial(compression.tensor_batches, whole, **how)
