@@ -36,6 +36,11 @@ METHODS = {
 }
 TIME = "milliseconds of an image"
 SIZED = {"alone": "alone_100", "nested, sandwich": "sandwich", "nested, Scala": "scala"}
+TUNED = {
+    "nested, all pairs": ("tokens_30", "tokens_37.5", "tokens_50", "tokens"),
+    "nested ViT": ("vit_10", "vit_25", "vit_50", "vit"),
+    "ViT, alone": ("whole",),
+}
 
 
 def draw(found: Mapping[str, Sweep]) -> None:
@@ -73,6 +78,12 @@ def draw(found: Mapping[str, Sweep]) -> None:
             names = alone if label == "alone" else [*(f"{whole}_{n}" for n in sizes), whole]
             for axes, places in zip(panels, (flops, times["milliseconds"][alone]), strict=True):
                 points(axes, places, [value(sweep, name) for name in names], label)
+    title = "top-1 (%) of each size of a pretrained ViT-S"
+    with chart("nested_tuning", title, xlabel=["FLOPs of an image"]) as (axes,):
+        sweep = found["nested_tuning"]
+        for label, names in TUNED.items():
+            places = sweep.means["forward_flops"][[*names]]
+            points(axes, places, [value(sweep, name) for name in names], label)
     titles = "top-1 (%), a tenth of Imagenette", "top-1 (%), 1,000 images of CIFAR-10"
     labels = found["adapters_imagenette"].first["label"].map(lambda label: fill(label, 14))
     with chart("adapters", *titles, xlabel=("", "")) as panels:

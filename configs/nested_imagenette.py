@@ -13,7 +13,7 @@
 # Batch:     64
 # Hardware:  one CPU core; minutes in ablations/TABLES.md
 # Command:   tokenformer-vit train configs/nested_imagenette.py
-# Expected:  not run yet
+# Expected:  83.3 % top-1; 74.3, 68.1 and 61.5 % at its sizes (3 seeds; ablations/TABLES.md)
 _base_ = "tuning_imagenette.py"
 
 model = dict(

@@ -85,19 +85,16 @@ def test_the_record_agrees_with_models_that_are_made_by_hand(name, data, tmp_pat
     record, points = points_in(out)
     assert (record["images"], record["fit_images"]) == (11, 10)
     assert {"command", "commit", "date", "hardware", "versions"} <= record.keys()
-    assert list(points) == ["whole", "keep_0.5", "keep_0.25"]
+    assert list(points) == ["whole", "keep_0.5", "keep_1", "keep_0.25"]
     images, labels = images_in(data / "val")
     ours = whole if name == "tokenformer_tiny" else from_vit(whole)
-    for keep in (1, 0.5, 0.25):
-        own: Any = whole
-        point = points["whole" if keep == 1 else f"keep_{keep}"]
-        if keep < 1:
-            own = load(out / f"keep_{keep}")
-            counts = [round(keep * pairs) for pairs in (32, 32, 128)]
-            by_hand = refit(copy.deepcopy(ours), [images_in(data / "train")[0]], *counts)
-            difference = (own(images) - by_hand(images)).norm() / by_hand(images).norm()
-            assert difference < 1e-3  # images are fitted to in another order
-            assert own.pretrained_cfg["label_names"] == CLASSES
+    for keep in (0.5, 1, 0.25):
+        own, point = load(out / f"keep_{keep}"), points[f"keep_{keep}"]
+        counts = [round(keep * pairs) for pairs in (32, 32, 128)]
+        by_hand = refit(copy.deepcopy(ours), [images_in(data / "train")[0]], *counts)
+        difference = (own(images) - by_hand(images)).norm() / by_hand(images).norm()
+        assert difference < 1e-3  # images are fitted to in another order
+        assert own.pretrained_cfg["label_names"] == CLASSES
         classes = own(images).argmax(-1)
         assert point["top1"] == pytest.approx((classes == labels).double().mean().item() * 100)
         same = (classes == whole(images).argmax(-1)).double().mean().item()
@@ -105,6 +102,8 @@ def test_the_record_agrees_with_models_that_are_made_by_hand(name, data, tmp_pat
         fused = reparameterize_model(own)
         assert point["parameters"] == sum(each.numel() for each in fused.parameters())
         assert point["flops_per_image"] == flops_of(fused)
+    shared = "top1", "parameters", "flops_per_image"
+    assert [points["whole"][key] for key in shared] == [points["keep_1"][key] for key in shared]
     printed = capsys.readouterr().out
     assert f"{points['keep_0.5']['parameters']:,}" in printed
     assert "Accuracy is not" not in printed

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     sizes = parser.add_mutually_exclusive_group()
     what = "of the FLOPs of the whole model; default: 0.67 0.5"
     sizes.add_argument("--flops", nargs="+", type=float, metavar="SHARE", help=what)
-    what = "of the pairs of each layer; default for a nested model: its sizes"
+    what = "of the pairs of each layer, 1 to order them; default for a nested model: its sizes"
     sizes.add_argument("--keep", nargs="+", type=float, metavar="SHARE", help=what)
     add("--to-vit", action="store_true", help="make ViTs, with fewer hidden neurons")
     what = "images to fit to; default: 400"
