@@ -6,10 +6,14 @@
 #            tokenformer-vit compress vit_small.safetensors data/imagenette --keep 1 \
 #                --model vit_small_patch14_dinov2 --model-kwargs img_size=56 \
 #                --save work_dirs/ordered
-#            In Python, to give work_dirs/ordered/keep_1 its sizes:
-#                model = tokenformer_vit.vision.prediction.load_any("work_dirs/ordered/keep_1")
-#                tokenformer_vit.growth.nest(model, (0.3, 0.375, 0.5))
-#                tokenformer_vit.models.checkpoints.save_model(model, Path("work_dirs/nested_vit"))
+#            (for the nested ViT of ablations/ also with --to-vit, into work_dirs/ordered_vit),
+#            and in Python, for its sizes:
+#                from pathlib import Path
+#                from tokenformer_vit.growth import nest
+#                from tokenformer_vit.models.checkpoints import save_model
+#                from tokenformer_vit.vision.prediction import load_any
+#                model = nest(load_any("work_dirs/ordered/keep_1"), (0.3, 0.375, 0.5))
+#                save_model(model, Path("work_dirs/nested_vit"))
 # Batch:     64
 # Hardware:  one CPU core; minutes in ablations/TABLES.md
 # Command:   tokenformer-vit train configs/nested_imagenette.py
