@@ -298,10 +298,9 @@ class Sweep:
         rows = [row]
         for key in record if of_classes and not run.held_out else ():
             if size := re.fullmatch(r"accuracy/top1_at_([\d.]+)", key):  # of a nested model
-                percent = f"{100 * float(size[1]):g}"
+                percent, same = f"{100 * float(size[1]):g}", backbone["type"] != "NestedViT"
                 own = {"variant": f"{run.name}_{percent}", "label": f"{variant.label}, {size[1]}"}
                 own |= {"top1": record[key], "top5": None}
-                same = backbone["type"] != "NestedViT" and f"alone_{percent}" in self.variants
                 own["compare"] = f"alone_{percent}" * same
                 with at_size(inner, float(size[1])):
                     own["forward_flops"] = total(model_costs(inner)).forward_flops

@@ -94,6 +94,8 @@ def test_the_record_agrees_with_models_that_are_made_by_hand(name, data, tmp_pat
         by_hand = refit(copy.deepcopy(ours), [images_in(data / "train")[0]], *counts)
         difference = (own(images) - by_hand(images)).norm() / by_hand(images).norm()
         assert difference < 1e-3  # images are fitted to in another order
+        order = [model.blocks[0].mlp.key_param_tokens for model in (own, by_hand)]
+        torch.testing.assert_close(*order)
         assert own.pretrained_cfg["label_names"] == CLASSES
         classes = own(images).argmax(-1)
         assert point["top1"] == pytest.approx((classes == labels).double().mean().item() * 100)
