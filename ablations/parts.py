@@ -8,13 +8,15 @@ import torch
 from timm.models import VisionTransformer, register_model
 from timm.models.vision_transformer import vit_base_patch16_224
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import Subset
 
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models.sizes import find_layers, model_sizes, nest_layers
 from tokenformer_vit.models.vit import ConvStem
-from tokenformer_vit.training.engine import DATASETS, MODELS
+from tokenformer_vit.training.engine import DATASETS, MODELS, OPTIM_WRAPPERS
 from tokenformer_vit.training.models.backbone import TimmClassificationBackbone
+from tokenformer_vit.training.optim import LazyOptimWrapper
 
 HELD_OUT = 5000  # examples, but at most a tenth of a training set
 
@@ -94,3 +96,27 @@ class LoRA(TimmClassificationBackbone):
             if keys is not None and values is not None:
                 torch.nn.init.kaiming_uniform_(keys, a=5**0.5)
                 torch.nn.init.zeros_(values)
+
+
+class Float32Products(TorchFunctionMode):
+    """Multiplies bfloat16 matrices in float32, and rounds the result, as bfloat16 units do."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of torch."""
+        how = dict(kwargs or {})
+        if function is not torch.addmm or args[0].dtype != torch.bfloat16:
+            return function(*args, **how)
+        out = how.pop("out")
+        return out.copy_(function(*(matrix.float() for matrix in args), **how))
+
+
+@OPTIM_WRAPPERS.register_module()
+class Float32OptimWrapper(LazyOptimWrapper):
+    """Trains in float32, with the same Muon, where a processor has no bfloat16 units."""
+
+    def step(self, **kwargs: Any) -> None:
+        """Update the parameters."""
+        with Float32Products():
+            super().step(**kwargs)

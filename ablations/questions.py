@@ -8,6 +8,8 @@ from typing import Any
 
 from base import Base, Options, Variant
 
+from tokenformer_vit.benchmarking.matched import matched_hidden
+
 SIZES = (0.25, 0.5, 0.75)  # of nested models, beside 1
 Variants = dict[str, Variant]
 
@@ -119,14 +121,17 @@ def nested(base: Base) -> Variants:
     """Does one training give several sizes, each as good as a model of this size alone?
 
     By the sandwich rule (arXiv:1903.05134), or with Scala's distillation (arXiv:2412.04786): a
-    smaller size also learns what a larger one predicts. Of the ViT hidden neurons are nested.
+    smaller size also learns what a larger one predicts. Of the ViT hidden neurons are nested, at
+    the FLOPs of the sizes of all pairs, but at least a tenth.
     """
     found = {
         f"alone_{100 * share:g}": Variant(f"alone, {share:g}", base.pairs(share)) for share in SIZES
     }
     found["alone_100"] = Variant("alone, 1", family="alone_100")
     classifier, sizes = {"model.type": "NestedClassifier"}, list(SIZES)
-    vit = {**base.vit()["model.backbone"], "type": "NestedViT", "nested": sizes}
+    whole = 2 * base.width / matched_hidden(base.width, base.pairs_of_block)  # attention
+    equal = {max(0.1, round(size - (1 - size) * whole, 3)) for size in SIZES}  # FLOPs
+    vit = {**base.vit()["model.backbone"], "type": "NestedViT", "nested": sorted(equal)}
     text, options = "nested ViT, as MatFormer", {**classifier, "model.backbone": vit}
     found["vit_nested"] = Variant(text, options, compare=("alone_100",), family="vit_nested")
     sized = {**classifier, "model.backbone.nested": sizes}
@@ -144,7 +149,7 @@ def nested_tuning(base: Base) -> Variants:
     """Which sizes should one training of a pretrained ViT give: of all pairs, or of hidden neurons?
 
     Nested hidden neurons and whole attention are a nested ViT, as MatFormer (arXiv:2310.07707).
-    Its sizes have the FLOPs of those of the config.
+    Its sizes have the FLOPs of those of the config. Models alone start from a refit of each size.
     """
     own = {"model_name": "vit_small_patch14_dinov2", "img_size": base.inner.patch_embed.img_size[0]}
     own["checkpoint_path"] = "work_dirs/ordered_vit/keep_1/model.safetensors"
@@ -152,11 +157,17 @@ def nested_tuning(base: Base) -> Variants:
     nested = {**vit, "type": "NestedViT", "nested": [0.1, 0.25, 0.5]}
     whole = {"model.type": "ImageClassifier", "model.backbone": vit}
     about: Any = {"family": "pretrained"}
-    return {
+    found = {
         "whole": Variant("ViT, alone", whole, **about),
         "vit": Variant("nested ViT", {"model.backbone": nested}, compare=("whole",), **about),
         "tokens": Variant("nested, all pairs", compare=("whole", "vit"), **about),
     }
+    for size in base.inner.sizes[:-1]:
+        options = {"model.type": "ImageClassifier", "model.backbone.nested": None}
+        path = f"work_dirs/ordered/keep_{size:g}/model.safetensors"
+        options |= {"model.backbone.checkpoint_path": path, **base.pairs(size)}
+        found[f"alone_{100 * size:g}"] = Variant(f"alone, {size:g}", options, **about)
+    return found
 
 
 def adapters(base: Base) -> Variants:
