@@ -7,8 +7,12 @@ import timm
 import torch
 from base import Base
 from questions import QUESTIONS
+from timm.optim import Muon
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from tokenformer_vit.training.config import run_length
+from tokenformer_vit.training.optim import LazyOptimWrapper
 
 BASES = {"mae": "mae_cifar10_micro_finetune", "adapters": "tuning_imagenette"}
 BASES["nested_tuning"] = "nested_imagenette"
@@ -93,3 +97,24 @@ def test_a_nested_vit_is_exported_as_a_vit_and_adapters_start_with_its_outputs()
     with torch.no_grad():
         query.new_key_param_tokens.zero_()
     torch.testing.assert_close(lora(images)[0], grown)
+
+
+def test_muon_multiplies_in_float32_and_updates_as_before():
+    dtypes, weights = [], []
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is torch.addmm:
+                dtypes[-1].add(args[0].dtype)
+            return function(*args, **kwargs or {})
+
+    start, gradient = torch.randn(2, 16, 32)
+    for wrapper in (LazyOptimWrapper, parts.Float32OptimWrapper):
+        dtypes.append(set())
+        layer = nn.Linear(32, 16, bias=False)
+        layer.weight.data, layer.weight.grad = start.clone(), gradient.clone()
+        with Seen():
+            wrapper(Muon(layer.parameters(), lr=0.1)).step()
+        weights.append(layer.weight.detach() - start)
+    assert dtypes == [{torch.bfloat16}, {torch.float32}]
+    torch.testing.assert_close(*weights, rtol=0.05, atol=1e-3)
