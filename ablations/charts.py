@@ -36,10 +36,16 @@ METHODS = {
 }
 TIME = "milliseconds of an image"
 SIZED = {"alone": "alone_100", "nested, sandwich": "sandwich", "nested, Scala": "scala"}
-TUNED = {
-    "nested, all pairs": ("tokens_30", "tokens_37.5", "tokens_50", "tokens"),
-    "nested ViT": ("vit_10", "vit_25", "vit_50", "vit"),
-    "ViT, alone": ("whole",),
+NESTED = {  # sweep: line: its sizes
+    "nested_tuning": {
+        "nested TokenFormer": ("tokens_30", "tokens_37.5", "tokens_50", "tokens"),
+        "nested ViT": ("vit_10", "vit_25", "vit_50", "vit"),
+        "each alone": ("alone_30", "alone_37.5", "whole"),
+    },
+    "nested_8": {
+        "nested TokenFormer": ("sandwich_25", "sandwich_50", "sandwich_75", "sandwich"),
+        "nested ViT": ("vit_nested_10", "vit_nested_33.3", "vit_nested_66.7", "vit_nested"),
+    },
 }
 
 
@@ -78,12 +84,12 @@ def draw(found: Mapping[str, Sweep]) -> None:
             names = alone if label == "alone" else [*(f"{whole}_{n}" for n in sizes), whole]
             for axes, places in zip(panels, (flops, times["milliseconds"][alone]), strict=True):
                 points(axes, places, [value(sweep, name) for name in names], label)
-    title = "top-1 (%) of each size of a pretrained ViT-S"
-    with chart("nested_tuning", title, xlabel=["FLOPs of an image"]) as (axes,):
-        sweep = found["nested_tuning"]
-        for label, names in TUNED.items():
-            places = sweep.means["forward_flops"][[*names]]
-            points(axes, places, [value(sweep, name) for name in names], label)
+    titles = "top-1 (%) of each size of a pretrained ViT-S", "the same from scratch, CIFAR-10"
+    with chart("nested_tuning", *titles, xlabel=["FLOPs of an image"] * 2) as panels:
+        for axes, (sweep, lines) in zip(panels, NESTED.items(), strict=True):
+            for label, names in lines.items():
+                places = found[sweep].means["forward_flops"][[*names]]
+                points(axes, places, [value(found[sweep], name) for name in names], label)
     titles = "top-1 (%), a tenth of Imagenette", "top-1 (%), 1,000 images of CIFAR-10"
     labels = found["adapters_imagenette"].first["label"].map(lambda label: fill(label, 14))
     with chart("adapters", *titles, xlabel=("", "")) as panels:

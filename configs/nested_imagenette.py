@@ -6,8 +6,8 @@
 #            tokenformer-vit compress vit_small.safetensors data/imagenette --keep 1 \
 #                --model vit_small_patch14_dinov2 --model-kwargs img_size=56 \
 #                --save work_dirs/ordered
-#            (for the nested ViT of ablations/ also with --to-vit, into work_dirs/ordered_vit),
-#            and in Python, for its sizes:
+#            (for ablations/ with --keep 1 0.3 0.375 0.5, its models alone, and with --keep 1
+#            --to-vit into work_dirs/ordered_vit, its nested ViT), and in Python, for its sizes:
 #                from pathlib import Path
 #                from tokenformer_vit.growth import nest
 #                from tokenformer_vit.models.checkpoints import save_model
