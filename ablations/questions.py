@@ -129,9 +129,10 @@ def nested(base: Base) -> Variants:
     }
     found["alone_100"] = Variant("alone, 1", family="alone_100")
     classifier, sizes = {"model.type": "NestedClassifier"}, list(SIZES)
-    whole = 2 * base.width / matched_hidden(base.width, base.pairs_of_block)  # attention
-    equal = {max(0.1, round(size - (1 - size) * whole, 3)) for size in SIZES}  # FLOPs
-    vit = {**base.vit()["model.backbone"], "type": "NestedViT", "nested": sorted(equal)}
+    # The weights of attention, which stay, divided by those of the hidden neurons.
+    attention = 2 * base.width / matched_hidden(base.width, base.pairs_of_block)
+    shares = {max(0.1, round(size - (1 - size) * attention, 3)) for size in SIZES}
+    vit = {**base.vit()["model.backbone"], "type": "NestedViT", "nested": sorted(shares)}
     text, options = "nested ViT, as MatFormer", {**classifier, "model.backbone": vit}
     found["vit_nested"] = Variant(text, options, compare=("alone_100",), family="vit_nested")
     sized = {**classifier, "model.backbone.nested": sizes}

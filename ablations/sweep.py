@@ -173,9 +173,8 @@ class Sweep:
         cfg.custom_hooks = [*(hook for hook in hooks if hook != cost), cost]
         cfg.pop("work_dir")
         text = str(cfg.to_dict())
-        if re.search("HeldOut|vit_conv_stem|NestedViT|'LoRA'|Float32OptimWrapper", text):
-            imports = (cfg.get("custom_imports") or {}).get("imports", [])
-            cfg.custom_imports = {"imports": [*imports, "parts"]}
+        imports = (cfg.get("custom_imports") or {}).get("imports", [])
+        cfg.custom_imports = {"imports": [*imports, "parts"]}
         for root in roots_of(cfg):  # data may be anywhere; a text is known by its name
             text = text.replace(root, Path(root).name if self.base.language else "data")
         text += start.digest if start else ""
