@@ -2,9 +2,8 @@
 
 NAME=MODEL is a variant and what `tokenformer-vit compress` takes as MODEL, or "vit" for the matched
 ViT of the first one; MODEL@SIZE is a size of it, extracted, or with --set-size as `set_size` sets
-it. snapvit@SHARE is what any_size.py makes of the first one, on noise: any images give its shapes.
-Linear tokens are fused. Rows are added to results.csv of the work directory; nothing else should
-run::
+it. Linear tokens are fused. Rows are added to results.csv of the work directory; nothing else
+should run::
 
     python ablations/milliseconds.py any_size_ms whole=work_dirs/whole refit_0.5=smaller/flops_0.5
 """
@@ -17,7 +16,6 @@ from typing import Any
 
 import results
 import torch
-from any_size import snapvit
 from timm.utils import reparameterize_model
 
 from tokenformer_vit.benchmarking.benchmark import Run, measure, short
@@ -34,10 +32,6 @@ def build(source: str, first: str, set_size: bool) -> Any:
     if source == "vit":
         return matched_vit(load_any(first.partition("@")[0]))[0]
     path, _, size = source.partition("@")
-    if path == "snapvit":
-        vit = load_any(first)
-        images = torch.randn(64, vit.in_chans, *vit.patch_embed.img_size)
-        return snapvit(vit, [(images, images)], float(size))
     model = load_any(path)
     if size and set_size:
         model.set_size(float(size))
