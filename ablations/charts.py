@@ -40,7 +40,7 @@ NESTED = {  # sweep: line: its sizes
     "nested_tuning": {
         "nested TokenFormer": ("tokens_30", "tokens_37.5", "tokens_50", "tokens"),
         "nested ViT": ("vit_10", "vit_25", "vit_50", "vit"),
-        "each alone": ("alone_30", "alone_37.5", "whole"),
+        "each alone": ("alone_30", "alone_37.5", "alone_50", "whole"),
     },
     "nested_8": {
         "nested TokenFormer": ("sandwich_25", "sandwich_50", "sandwich_75", "sandwich"),
