@@ -1,5 +1,6 @@
 """The config that a question changes, and sizes of its TokenFormer, as config options."""
 
+import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.layers.block import layer_arguments
 from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.models.sizes import find_layers
-from tokenformer_vit.training.config import load_recipe, set_autocast
+from tokenformer_vit.training.config import load_recipe, read_config, set_autocast
 from tokenformer_vit.training.engine import MODELS, Config
 
 Options = dict[str, Any]  # by dotted key, as --cfg-options
@@ -43,7 +44,8 @@ class Base:
     def __init__(
         self, config: Any, given: Mapping[str, Any], data_root: str | None = None, amp: bool = False
     ) -> None:
-        self.config, self.given, self.data_root, self.amp = config, given, data_root, amp
+        self.read, self.given = read_config(config), given
+        self.data_root, self.amp = data_root, amp
         self.cfg = self.with_options({})
         self.language = "backbone" not in self.cfg["model"]
         self.prefix = "model.config." if self.language else "model.backbone."
@@ -72,7 +74,7 @@ class Base:
             epochs = max(1, round(length))
             options.pop("train_cfg.max_epochs", None)
         how: Any = {"data_root": self.data_root, "epochs": epochs}
-        cfg = load_recipe(config or self.config, options, **how)
+        cfg = load_recipe(config or copy.deepcopy(self.read), options, **how)
         if self.amp:
             set_autocast(cfg)
         return cfg

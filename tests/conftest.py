@@ -19,6 +19,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.distributed import HashStore, destroy_process_group, init_process_group
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -29,9 +30,32 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # `train` would start itsel
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is imported out of later garbage collections; mmengine collects in each run."""
+    """Leave what is imported out of later garbage collections."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_runs() -> Iterator[Callable[..., None]]:
+    """Leave out most of a short run: garbage collection, layout of configs and of figures."""
+    figure = import_module("matplotlib.figure").Figure
+    savefig = figure.savefig
+
+    def blank(figure: Any, file: Any, **how: Any) -> None:
+        Image.new("L", (1, 1)).save(file, "png")
+
+    with (
+        patch("mmengine.dataset.base_dataset.gc"),
+        patch("yapf.yapflib.yapf_api.FormatCode", lambda text, **how: (text, False)),
+        patch.object(figure, "savefig", blank),
+    ):
+        yield savefig
+
+
+@pytest.fixture
+def drawn(short_runs, monkeypatch) -> None:
+    """Draw figures as they are."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", short_runs)
 
 
 @pytest.fixture(scope="session")
@@ -214,7 +238,7 @@ _numbers = itertools.count()
 
 
 def _prepare_training(stack: ExitStack) -> None:
-    """Give each run a name, and do not format configs, which takes 0.1 s each."""
+    """Give each run a name."""
     runner = import_module("tokenformer_vit.training.runner").TrainingRunner
     from_cfg = runner.from_cfg
 
@@ -223,8 +247,6 @@ def _prepare_training(stack: ExitStack) -> None:
         return from_cfg(cfg)
 
     stack.enter_context(patch.object(runner, "from_cfg", named))
-    yapf = import_module("yapf.yapflib.yapf_api")
-    stack.enter_context(patch.object(yapf, "FormatCode", lambda text, **how: (text, False)))
 
 
 @pytest.fixture(scope="session")

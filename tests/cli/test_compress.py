@@ -77,6 +77,7 @@ def load(folder):
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("name", ["tokenformer_tiny", "deit_tiny_patch16_224"])
 def test_the_record_agrees_with_models_that_are_made_by_hand(name, data, tmp_path, capsys):
     whole, out = build(name), tmp_path / "out"

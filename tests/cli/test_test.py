@@ -200,6 +200,7 @@ def test_what_gives_no_figures_is_named(run, tmp_path):
     assert not (tmp_path / "metrics.json").exists()
 
 
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("classes", [2, 1000])
 def test_a_confusion_matrix_of_any_size_is_drawn(classes, tmp_path, monkeypatch):
     monkeypatch.setattr(MathTextParser, "parse", lambda *_, **__: pytest.fail("a formula"))

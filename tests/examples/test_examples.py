@@ -65,6 +65,7 @@ def test_appended_pairs_are_a_small_part_and_learn_more_than_a_linear_probe(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawn")
 def test_zero_keys_keep_the_loss_and_random_pairs_do_not(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     output = run(monkeypatch, capsys, "growth_step.py", "--epochs", "1")
@@ -93,6 +94,7 @@ def test_a_model_merged_with_itself_keeps_its_outputs(monkeypatch, capsys):
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("drawn")
 def test_a_planted_pair_responds_to_its_image(monkeypatch, capsys, tmp_path, generator):
     pytest.importorskip("matplotlib")
     shape = {"depth": 3, "img_size": 32, "patch_size": 8, "embed_dim": 48, "num_heads": 3}

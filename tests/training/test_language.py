@@ -100,6 +100,7 @@ def run(texts, tmp_path):
     return start
 
 
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("kind", ["tokenformer", "gpt2", "gpt_neox"])
 def test_a_run_ends_with_a_folder_for_transformers_and_a_record(kind, run, texts, tmp_path):
     options = {"optim_wrapper.type": "AutocastOptimWrapper"}
