@@ -191,9 +191,10 @@ def test_a_wrapped_or_fused_model_is_refused(said):
             change(wrapped, usage)
 
 
-def test_a_compiled_model_is_trained_before_and_after_growth():
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_a_compiled_model_is_trained_before_and_after_growth(backend):
     model, x = build(depth=1).train(), images()
-    compile_blocks(model, backend="aot_eager")
+    compile_blocks(model, backend=backend)
     optimizer = adamw(model)
     step(model, optimizer, 2)
     before = logits(model, x)
