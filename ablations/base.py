@@ -44,7 +44,7 @@ class Base:
     def __init__(
         self, config: Any, given: Mapping[str, Any], data_root: str | None = None, amp: bool = False
     ) -> None:
-        self.read, self.given = read_config(config), given
+        self.source, self.given = read_config(config), given
         self.data_root, self.amp = data_root, amp
         self.cfg = self.with_options({})
         self.language = "backbone" not in self.cfg["model"]
@@ -74,7 +74,7 @@ class Base:
             epochs = max(1, round(length))
             options.pop("train_cfg.max_epochs", None)
         how: Any = {"data_root": self.data_root, "epochs": epochs}
-        cfg = load_recipe(config or copy.deepcopy(self.read), options, **how)
+        cfg = load_recipe(config or copy.deepcopy(self.source), options, **how)
         if self.amp:
             set_autocast(cfg)
         return cfg

@@ -191,10 +191,9 @@ def test_a_wrapped_or_fused_model_is_refused(said):
             change(wrapped, usage)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
-def test_a_compiled_model_is_trained_before_and_after_growth(backend):
+def test_a_compiled_model_is_trained_before_and_after_growth():
     model, x = build(depth=1).train(), images()
-    compile_blocks(model, backend=backend)
+    compile_blocks(model, backend="aot_eager")
     optimizer = adamw(model)
     step(model, optimizer, 2)
     before = logits(model, x)

@@ -139,8 +139,7 @@ class Pattention(nn.Module):
         self.tau = nn.Parameter(start) if learn_tau else nn.Buffer(start)
         self.nested, self.sized, self.active = tuple[float, ...](), True, None
         self.size = 1.0
-        if not start.is_meta:  # as timm's layers: drawing nothing takes PyTorch long
-            self.reset_parameters()
+        self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
