@@ -14,7 +14,7 @@ from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total, traini
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import extract, grow
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.models import LMConfig, TokenFormerLM, from_vit
+from tokenformer_vit.models import from_vit
 
 pytestmark = pytest.mark.usefixtures("plain_attention")
 SMALL = {"depth": 2, "embed_dim": 24, "num_heads": 3, "img_size": 32, "patch_size": 8}
@@ -48,7 +48,9 @@ def vision(name, **kwargs):
 
 
 def language(**changes):
-    return TokenFormerLM(LMConfig(**{**SHAPE, "rotary_share": 0.5, **changes}))
+    lm = pytest.importorskip("tokenformer_vit.language", exc_type=ImportError)
+    config = lm.TokenFormerConfig(**{**SHAPE, "rotary_share": 0.5, **changes})
+    return lm.TokenFormerForCausalLM(config)
 
 
 def transformer(**options):
@@ -109,9 +111,10 @@ def test_growth_and_pairs_that_are_not_read(make):
     model = make()
     # Old pairs and new ones in parameters of their own.
     grow(model, num_ffn_param_tokens=120, num_qkv_param_tokens=90, split=True)
-    model.blocks[0].attn.key = Pattention(24, 24, 9)
+    attention = getattr(model, "model", model).blocks[0].attn
+    attention.key = Pattention(24, 24, 9)
     whole = total(check(model))
-    model.blocks[0].attn.query.active = torch.arange(0, 90, 3)
+    attention.query.active = torch.arange(0, 90, 3)
     costs = total(check(model))
     assert whole.forward_flops - costs.forward_flops == 2 * 17 * 60 * 2 * 24
 

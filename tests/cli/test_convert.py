@@ -13,7 +13,7 @@ from timm.utils import reparameterize_model
 from tokenformer_vit.cli import convert, export
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import extract
-from tokenformer_vit.models import LMConfig, TokenFormerLM, from_vit, to_vit
+from tokenformer_vit.models import from_vit, to_vit
 from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.models.vit import ConvStem
 from tokenformer_vit.vision.compression import tensor_batches
@@ -147,9 +147,11 @@ def test_a_checkpoint_of_other_code_needs_the_name_of_its_model(vit, folder, tmp
 @pytest.fixture
 def released(tmp_path):
     pytest.importorskip("transformers", reason="pip install '.[language]'")
+    from tokenformer_vit.language import TokenFormerConfig, TokenFormerModel
     from tokenformer_vit.language.released import released_names
 
-    ours = TokenFormerLM(LMConfig(vocab_size=61, embed_dim=16, depth=2, num_heads=2)).state_dict()
+    config = TokenFormerConfig(vocab_size=61, embed_dim=16, depth=2, num_heads=2)
+    ours = TokenFormerModel(config).state_dict()
     torch.save({theirs: ours[name] for theirs, name in released_names(2)}, tmp_path / "model.bin")
     return tmp_path / "model.bin"
 

@@ -7,7 +7,6 @@ import torch
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import count_pairs, grow, measure_usage, pattention_layers, prune
-from tokenformer_vit.models import LMConfig, TokenFormerLM
 from tokenformer_vit.ops import THETAS
 
 from .conftest import assert_same, build, images, in_float64, logits
@@ -90,11 +89,13 @@ def test_blocks_keep_their_most_used_pairs_and_train_on():
 
 @pytest.mark.parametrize("pad", ["left", "right"])
 def test_padding_does_not_count(pad):
-    model = TokenFormerLM(LMConfig(vocab_size=50, embed_dim=32, depth=2, num_heads=2)).eval()
+    language = pytest.importorskip("tokenformer_vit.language", exc_type=ImportError)
+    config = language.TokenFormerConfig(vocab_size=50, embed_dim=32, depth=2, num_heads=2)
+    model = language.TokenFormerForCausalLM(config).eval()
     tokens, none = torch.randint(50, (3, 8)), torch.zeros(3, 24, dtype=torch.long)
     parts = [none, tokens] if pad == "left" else [tokens, none]
     mask = torch.cat([torch.full_like(part, part is tokens) for part in parts], dim=1)
-    batch = {"tokens": torch.cat(parts, dim=1), "attention_mask": mask}
+    batch = {"input_ids": torch.cat(parts, dim=1), "attention_mask": mask}
     expected = measure_usage(model, [tokens])
     twice = measure_usage(model, [batch, tokens])  # the second batch has no mask
     for name, own in measure_usage(model, [batch]).items():

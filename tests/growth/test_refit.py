@@ -13,7 +13,7 @@ from torch import nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, measure_usage, prune, refit, removal_costs
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.models import LMConfig, TokenFormerLM, from_vit, to_vit
+from tokenformer_vit.models import from_vit, to_vit
 from tokenformer_vit.ops import THETAS
 from tokenformer_vit.vision.compression import tensor_batches
 from tokenformer_vit.vision.datasets import open_images
@@ -105,13 +105,15 @@ def test_a_vit_at_half_size_is_nearer_than_a_pruned_one_and_leaves_as_a_vit(how)
 
 @torch.no_grad()
 def test_padding_of_texts_does_not_count_and_an_interruption_changes_nothing(monkeypatch):
-    config = LMConfig(vocab_size=50, embed_dim=32, depth=2, num_heads=2, context_length=16)
-    model, (one, two) = TokenFormerLM(config), torch.randint(50, (2, 6, 16))
+    language = pytest.importorskip("tokenformer_vit.language", exc_type=ImportError)
+    shape = {"vocab_size": 50, "embed_dim": 32, "depth": 2, "num_heads": 2, "context_length": 16}
+    model = language.TokenFormerForCausalLM(language.TokenFormerConfig(**shape))
+    one, two = torch.randint(50, (2, 6, 16))
     mask = torch.ones(6, 16, dtype=torch.long)
     mask[:3, 9:] = 0
     two = torch.where(mask == 1, one, two)
     found = [
-        refit(copy.deepcopy(model), [{"tokens": each, "attention_mask": mask}], None, None, 40)
+        refit(copy.deepcopy(model), [{"input_ids": each, "attention_mask": mask}], None, None, 40)
         for each in (one, two)
     ]
     for a, b in zip(*(each.state_dict().values() for each in found), strict=True):

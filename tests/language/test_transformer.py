@@ -3,8 +3,13 @@
 import pytest
 import torch
 
-from tokenformer_vit.language import TokenFormerConfig, matched_transformer, transformer_lm
-from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
+from tokenformer_vit.language import (
+    TokenFormerConfig,
+    TokenFormerModel,
+    matched_transformer,
+    transformer_lm,
+)
+from tokenformer_vit.models import lm_config
 from tokenformer_vit.models.compilation import blocks_of
 
 SHAPE = {"vocab_size": 61, "context_length": 40, "embed_dim": 32, "depth": 2, "num_heads": 2}
@@ -43,8 +48,8 @@ def test_residual_parts_start_smaller_and_nothing_is_dropped(positions):
 @POSITIONS
 @pytest.mark.parametrize("changes", [{}, PAIRS, BY_BLOCK, {"tie_embeddings": False}])
 def test_the_matched_transformer_has_as_many_weights_in_blocks(changes, positions):
-    config = LMConfig(**SHAPE, **changes, rotary_share=0.5, rotary_base=50.0)
-    model, ours = matched_transformer(config, positions), TokenFormerLM(config)
+    config = TokenFormerConfig(**SHAPE, **changes, rotary_share=0.5, rotary_base=50.0)
+    model, ours = matched_transformer(config, positions), TokenFormerModel(config)
     counts = [
         sum(p.numel() for p in blocks.parameters() if p.dim() > 1)
         for blocks in (blocks_of(model.base_model), ours.blocks)

@@ -22,7 +22,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
-from tokenformer_vit.models import TokenFormerLM
 
 PARTS = ("embedding", "qkv", "token_token", "output", "feed_forward", "head", "other")
 # The first part whose pattern a parameter's name has. The names are those of timm, of this package,
@@ -68,9 +67,9 @@ def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Co
     that is cheaper. A language model predicts after each token, and each attends to all others.
 
     Args:
-        model: ``TokenFormerViT``, timm ``VisionTransformer`` with ordinary blocks,
-            ``TokenFormerLM``, or GPT-2 or GPT-NeoX of transformers with its head, also inside
-            another module. It may be on the device ``meta``.
+        model: ``TokenFormerViT``, timm ``VisionTransformer`` with ordinary blocks, or a language
+            model of transformers with its head (TokenFormer, GPT-2, GPT-NeoX), also inside another
+            module. It may be on the device ``meta``.
         num_tokens: Length of the sequence, including class and register tokens; default: the length
             for an image of the model's size, or the whole context.
 
@@ -129,13 +128,8 @@ def _language(model: nn.Module, num_tokens: int | None) -> tuple[Any, int, int, 
         config: Any = getattr(module, "config", None)
         # Recognised by names, because transformers may not be installed.
         kind = hasattr(module, "lm_head") and getattr(config, "model_type", None)
-        if isinstance(module, TokenFormerLM):
-            width, depth, context = config.embed_dim, config.depth, config.context_length
-        elif kind in _LANGUAGE and not getattr(config, "add_cross_attention", False):
+        if kind in _LANGUAGE and not getattr(config, "add_cross_attention", False):
             width, depth = config.hidden_size, config.num_hidden_layers
-            context = config.max_position_embeddings
-        else:
-            continue
-        tokens = context if num_tokens is None else num_tokens
-        return module, tokens, width * depth, {"head": 2 * tokens * width * config.vocab_size}
+            tokens = config.max_position_embeddings if num_tokens is None else num_tokens
+            return module, tokens, width * depth, {"head": 2 * tokens * width * config.vocab_size}
     raise InputError(_UNKNOWN.format(type(model).__name__))

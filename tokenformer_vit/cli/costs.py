@@ -18,7 +18,7 @@ import torch
 from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.benchmarking.matched import matched_vit
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models import LM_PRESETS, TokenFormerLM, lm_config
+from tokenformer_vit.models import LM_PRESETS, lm_config
 from tokenformer_vit.models.checkpoints import load_model
 
 from .arguments import KEY_VALUES, Parser, whole_number
@@ -61,10 +61,13 @@ def _models(args: Any) -> list[tuple[str, Any]]:
 
         if name not in LM_PRESETS and not Path(name, "config.json").is_file():
             raise InputError(f"no preset or folder {name}; choose of {', '.join(LM_PRESETS)}")
-        preset = name in LM_PRESETS
-        config = lm_config(name) if preset else language.TokenFormerConfig.from_pretrained(name)
+        if name in LM_PRESETS:
+            config = language.TokenFormerConfig(**vars(lm_config(name)))
+        else:
+            config = language.TokenFormerConfig.from_pretrained(name)
+        model: Any = language.TokenFormerForCausalLM(config)
         other: Any = language.matched_transformer(config)
-        return [(name, TokenFormerLM(config)), (f"GPT-2, {other.config.n_inner} hidden", other)]
+        return [(name, model), (f"GPT-2, {other.config.n_inner} hidden", other)]
     name = args.model or "tokenformer_base"
     model = load_model(name, None, **dict(args.model_kwargs))
     if args.against:

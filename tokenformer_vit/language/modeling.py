@@ -22,11 +22,24 @@ from transformers.utils.output_capturing import capture_outputs
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.layers.arguments import COUNTS, counts_by_block, model_pattention_args
+from tokenformer_vit.layers.block import layer_arguments
 from tokenformer_vit.layers.pattention import join_state_dict
-from tokenformer_vit.models import LMConfig, TokenFormerDecoder
-from tokenformer_vit.models.causal_lm import EMBEDDING_STD, CausalAttention, CausalBlock
-from tokenformer_vit.models.checkpoints import check_computation
-from tokenformer_vit.models.sizes import check_not_fused, model_sizes, set_size
+from tokenformer_vit.models import LMConfig
+from tokenformer_vit.models.causal_lm import (
+    CausalAttention,
+    CausalBlock,
+    find_positions,
+    find_turns,
+)
+from tokenformer_vit.models.checkpoints import check_computation, computation_of
+from tokenformer_vit.models.sizes import (
+    check_not_fused,
+    model_sizes,
+    nest_layers,
+    nested_arguments,
+    set_size,
+)
 
 # Arguments of from_pretrained that say where the files of a model are.
 _PLACES = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -185,33 +198,58 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             module.reset_parameters()
         elif isinstance(module, nn.Embedding | nn.Linear):
-            nn.init.normal_(module.weight, std=EMBEDDING_STD)
+            nn.init.normal_(module.weight, std=0.02)
 
 
-class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
-    """A :class:`~tokenformer_vit.models.TokenFormerDecoder` for transformers.
+class TokenFormerModel(TokenFormerPreTrainedModel):
+    """A causal language model without its head; TokenFormer, arXiv:2410.23168, Section 4.2.
 
     Attributes:
         config: Configuration. ``save_pretrained`` and ``record_param_tokens`` write into it what
             growth and pruning have changed.
     """
 
-    block_class = TokenFormerLayer
-    config: TokenFormerConfig = None  # type: ignore[assignment]  # an attribute, not a property
-
     def __init__(self, config: TokenFormerConfig) -> None:
-        TokenFormerPreTrainedModel.__init__(self, config)
+        super().__init__(config)
+        LMConfig.__post_init__(config)  # from_pretrained may have changed fields after it
         self.gradient_checkpointing = False
-        self.make_layers(config)
-        for block in self.blocks:
-            block.attn.config = self.config  # type: ignore[union-attr]  # flash attention reads it
+        width, depth = config.embed_dim, config.depth
+        shared = model_pattention_args(config.pattention_args, width, depth)
+        counts = {name: getattr(config, name) for name in COUNTS.values()}
+        self.embedding, self.positions = nn.Embedding(config.vocab_size, width), None
+        if config.positions == "learned":
+            self.positions = nn.Embedding(config.context_length, width)
+        self.blocks = nn.ModuleList(
+            TokenFormerLayer(
+                width,
+                config.num_heads,
+                **numbers,
+                theta=config.theta,
+                norm=config.norm,
+                norm_eps=config.norm_eps,
+                residual_init_gain=(2 * depth) ** -0.5,
+                pattention_args=shared,
+            )
+            for numbers in counts_by_block(depth, **counts)
+        )
+        self.norm = nn.LayerNorm(width, eps=config.norm_eps)
+        for number, block in enumerate(self.blocks):
+            attention: Any = block.attn
+            attention.layer_idx, attention.config = number, config  # flash attention reads it
+        nest_layers(self, config.nested, config.nested_kinds)
         self.record_param_tokens()  # config.json gets numbers, not None for "as many as C"
         self.post_init()
 
     def record_param_tokens(self) -> None:
         """Write the pairs and sizes of the layers into ``config``, as saving a model does."""
-        for name, value in self.pair_fields().items():
+        arguments = layer_arguments(self.blocks, self.config.pattention_args)
+        for name, value in {**arguments, **nested_arguments(self)}.items():
             setattr(self.config, name, value)
+
+    def computation(self) -> dict[str, Any]:
+        """Return the fields of the configuration that the tensors do not show."""
+        self.record_param_tokens()
+        return computation_of(asdict(self.config))
 
     @merge_with_config_defaults
     @capture_outputs
@@ -261,14 +299,21 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
         if position_ids is None:  # a paged cache, which has no length, comes with positions
             past = 0 if cache is None else cache.get_seq_length()
             padding = attention_mask if getattr(attention_mask, "ndim", 0) == 2 else None
-            position_ids = self.find_positions(x, past, padding)
+            position_ids = find_positions(x, past, padding, self.config.context_length)
         if use_cache and cache is None:  # after the mask, which looks for packed rows
             cache = DynamicCache(config=self.config)
         name = str(self.config._attn_implementation)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
-        kwargs |= {"attend": attend, "position_ids": position_ids}
-        x = self.run_blocks(x, position_ids, mask, cache, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=x, cache=cache)
+        kwargs |= {"cache": cache, "attend": attend, "position_ids": position_ids}
+        turns = None
+        if self.positions is not None:
+            x = x + self.positions(position_ids)
+        else:
+            turns = find_turns(position_ids, self.config.rotary_dims, self.config.rotary_base)
+        # transformers lowers the depth while the first blocks draft (assistant_early_exit).
+        for block in list(self.blocks)[: self.config.depth]:
+            x = block(x, mask, turns, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), cache=cache)
 
 
 class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
@@ -338,9 +383,7 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        kept: Any = logits_to_keep
-        if isinstance(logits_to_keep, int):
-            kept = slice(-logits_to_keep, None)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:

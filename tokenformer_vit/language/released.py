@@ -73,8 +73,8 @@ def from_released(
         eps: eps of Pattention; the released code has none.
 
     Returns:
-        The configuration, and the state dict of ``TokenFormerDecoder(configuration)``: the same
-        tensors, and τ = √P of every layer in float32.
+        The configuration, and the state dict of its ``TokenFormerModel``: the same tensors, and
+        τ = √P of every layer in float32.
 
     Raises:
         InputError: If tensors are missing or unknown, or the number of heads is not known.
