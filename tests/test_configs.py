@@ -324,7 +324,7 @@ def test_recipe_of_deit3(name):
 
 def test_a_learned_tau_does_not_decay():
     cfg = load("imagenet_tiny")
-    cfg.model.backbone.merge({"pattention_args": {"learn_tau": True, "key_init_scale": 0.5}})
+    cfg.model.backbone.merge({"pattention_args": {"learn_tau": True, "key_init_std": 0.5}})
     model = build_model(cfg)
     decays = decays_of(model, cfg)
     taus = [decays[p] for name, p in model.named_parameters() if name.endswith(".tau")]

@@ -27,7 +27,7 @@ BACKBONES = {
     "shared": {
         "model_name": "tokenformer_tiny",
         "theta": "gelu_l1",
-        "pattention_args": ConfigDict(learn_tau=True, eps=1e-3, key_init_scale=0.5),
+        "pattention_args": ConfigDict(learn_tau=True, eps=1e-3, key_init_std=0.5),
     },
     "vit5": {"model_name": "tokenformer_small_rope_reg4", "global_pool": "avg"},
     "distilled": {"model_name": "tokenformer_small_distilled"},

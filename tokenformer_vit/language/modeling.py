@@ -23,7 +23,6 @@ from transformers.utils.output_capturing import capture_outputs
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import COUNTS, counts_by_block, model_pattention_args
-from tokenformer_vit.layers.block import layer_arguments
 from tokenformer_vit.layers.pattention import join_state_dict
 from tokenformer_vit.models import LMConfig
 from tokenformer_vit.models.causal_lm import (
@@ -35,9 +34,9 @@ from tokenformer_vit.models.causal_lm import (
 from tokenformer_vit.models.checkpoints import check_computation, computation_of
 from tokenformer_vit.models.sizes import (
     check_not_fused,
+    layer_arguments,
     model_sizes,
     nest_layers,
-    nested_arguments,
     set_size,
 )
 
@@ -242,8 +241,8 @@ class TokenFormerModel(TokenFormerPreTrainedModel):
 
     def record_param_tokens(self) -> None:
         """Write the pairs and sizes of the layers into ``config``, as saving a model does."""
-        arguments = layer_arguments(self.blocks, self.config.pattention_args)
-        for name, value in {**arguments, **nested_arguments(self)}.items():
+        arguments = layer_arguments(self, self.config.pattention_args)
+        for name, value in arguments.items():
             setattr(self.config, name, value)
 
     def computation(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The TokenFormer block, with the arguments that timm's VisionTransformer passes."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from timm.layers import LayerScale
 from torch import Tensor, nn
 
-from .arguments import COUNTS, EPS, arguments_of
+from .arguments import arguments_of
 from .attention import Attention
 from .norm import block_norm
 from .pattention import Pattention
@@ -130,40 +130,3 @@ class DropPath(timm.layers.DropPath):
         keep_prob = 1 - self.drop_prob
         kept = torch.rand_like(x[:, :1, :1], dtype=torch.float32) < keep_prob  # (B, 1, 1)
         return x * (kept / max(keep_prob, 1e-6)).to(x.dtype)
-
-
-def common(facts: Iterable[Any]) -> Any:
-    """Return the fact that all layers share, or the list of their facts."""
-    found = list(facts)
-    return found[0] if all(each == found[0] for each in found) else found
-
-
-def layer_arguments(blocks: Any, pattention_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments that layers of blocks have, as they are now, and others as given.
-
-    One value, a list by block where blocks differ, or a dict by kind where kinds differ. A fused
-    layer has no number of pairs: None, the default.
-    """
-    layers = {
-        "qkv": [(block.attn.query, block.attn.key, block.attn.value) for block in blocks],
-        "proj": [(block.attn.proj,) for block in blocks],
-        "ffn": [(block.mlp,) for block in blocks],
-    }
-
-    def by_kind(read: Callable[[Any], Any]) -> dict[str, Any]:
-        return {k: common(common(map(read, block)) for block in layers[k]) for k in layers}
-
-    def one(read: Callable[[Any], Any]) -> Any:
-        found = by_kind(read)
-        return found["ffn"] if all(each == found["ffn"] for each in found.values()) else found
-
-    now = {"eps": one(lambda layer: getattr(layer, "eps", EPS))}
-    now |= {"bias": one(lambda layer: layer.bias is not None)}
-    given = {"eps": EPS, "bias": False, **(pattention_args or {})}
-    changed = {name: value for name, value in now.items() if value != given[name]}
-    counts = by_kind(lambda layer: getattr(layer, "num_param_tokens", None))
-    return {
-        "theta": one(lambda layer: getattr(layer, "theta", "linear")),
-        **{COUNTS[kind]: count for kind, count in counts.items()},
-        "pattention_args": {**(pattention_args or {}), **changed} or None,
-    }

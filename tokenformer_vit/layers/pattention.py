@@ -40,9 +40,8 @@ class Pattention(nn.Module):
         init_gain: Standard deviation of the initial outputs, for inputs of unit RMS. It has no
             effect if ``value_init_std`` is given.
         learn_tau: Make ``tau`` a parameter of the same name, instead of a buffer.
-        key_init_scale: Factor on the standard deviation of the initial keys. If Θ normalises the
-            scores, it changes only how far a training step turns the keys.
-        key_init_std: Standard deviation of the initial keys; ``None`` for 1/√C_in.
+        key_init_std: Standard deviation of the initial keys; ``None`` for 1/√C_in. If Θ normalises
+            the scores, it changes only how far a training step turns the keys.
         value_init_std: Standard deviation of the initial values; ``None`` to follow ``init_gain``.
         bias: Add a bias to the scores and one to the outputs, both 0 at first; only for Θ without a
             norm. Θ ``linear`` has the output's alone.
@@ -100,7 +99,6 @@ class Pattention(nn.Module):
         eps: float = EPS,
         init_gain: float = 1.0,
         learn_tau: bool = False,
-        key_init_scale: float = 1.0,
         key_init_std: float | None = None,
         value_init_std: float | None = None,
         bias: bool = False,
@@ -111,10 +109,9 @@ class Pattention(nn.Module):
         super().__init__()
         variant = find_theta(theta)
         self.in_features, self.out_features = in_features, out_features
-        self.theta, self.eps, self.kind = theta, eps, kind
+        self.theta, self.eps, self.kind, self.init_gain = theta, eps, kind, init_gain
         # TorchScript cannot look functions up by name, but it compiles those that a module holds.
         self._theta_weights = variant.weights
-        self.init_gain, self.key_init_scale = init_gain, key_init_scale
         self.key_init_std, self.value_init_std = key_init_std, value_init_std
         self.init_tau = default_tau(theta, num_param_tokens) if tau is None else float(tau)
         if not variant.norm_order and (learn_tau or self.init_tau != 1):
@@ -149,8 +146,7 @@ class Pattention(nn.Module):
         if value_std is None:
             square = self.num_param_tokens * find_theta(self.theta).second_moment
             value_std = self.init_gain / math.sqrt(square)
-        stds = self.key_init_scale * key_std, value_std, 0.0
-        for name, std in zip(PER_PAIR, stds, strict=True):
+        for name, std in zip(PER_PAIR, (key_std, value_std, 0.0), strict=True):
             for part in self.parts(name):
                 nn.init.normal_(part, std=std)
         if self.bias is not None:
@@ -394,7 +390,7 @@ class Pattention(nn.Module):
         more than C_in C_out / (C_in + C_out) linear tokens. For inference: it cannot grow.
         """
         keys, values, *_ = self.used_tokens()
-        cheaper = self.theta == "linear" and product_is_cheaper(keys, values, None)
+        cheaper = self.theta == "linear" and product_is_cheaper(keys, values)
         return self.as_linear() if cheaper else self
 
 

@@ -1,6 +1,6 @@
-"""Sizes of a model: the share of its first pairs that each Pattention layer uses."""
+"""The Pattention layers of a model: their sizes, and the arguments that build them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
+from tokenformer_vit.layers.arguments import COUNTS, EPS
 
 
 def kind_of(name: str, layer: Pattention) -> str:
@@ -100,9 +101,42 @@ def model_sizes(model: nn.Module) -> tuple[float, ...]:
     return (*nested, 1.0)
 
 
-def nested_arguments(model: nn.Module) -> dict[str, Any]:
-    """Return ``nested`` and ``nested_kinds``, the arguments that build a model with its sizes."""
+def common(facts: Iterable[Any]) -> Any:
+    """Return the fact that all layers share, or the list of their facts."""
+    found = list(facts)
+    return found[0] if all(each == found[0] for each in found) else found
+
+
+def layer_arguments(model: Any, pattention_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments of a model that its layers know, as they are now; others as given.
+
+    One value, a list by block where blocks differ, or a dict by kind where kinds differ. A fused
+    layer has no number of pairs: None, the default.
+    """
+    by_block = {
+        "qkv": [(block.attn.query, block.attn.key, block.attn.value) for block in model.blocks],
+        "proj": [(block.attn.proj,) for block in model.blocks],
+        "ffn": [(block.mlp,) for block in model.blocks],
+    }
+
+    def by_kind(read: Callable[[Any], Any]) -> dict[str, Any]:
+        return {k: common(common(map(read, block)) for block in by_block[k]) for k in by_block}
+
+    def one(read: Callable[[Any], Any]) -> Any:
+        found = by_kind(read)
+        return found["ffn"] if all(each == found["ffn"] for each in found.values()) else found
+
+    now = {"eps": one(lambda layer: getattr(layer, "eps", EPS))}
+    now |= {"bias": one(lambda layer: layer.bias is not None)}
+    given = {"eps": EPS, "bias": False, **(pattention_args or {})}
+    changed = {name: value for name, value in now.items() if value != given[name]}
+    counts = by_kind(lambda layer: getattr(layer, "num_param_tokens", None))
     layers = find_layers(model)
     kinds = dict.fromkeys(kind_of(name, each) for name, each in layers.items() if each.sized)
-    whole = all(layer.sized for layer in layers.values())
-    return {"nested": model_sizes(model)[:-1], "nested_kinds": None if whole else (*kinds,)}
+    return {
+        "theta": one(lambda layer: getattr(layer, "theta", "linear")),
+        **{COUNTS[kind]: count for kind, count in counts.items()},
+        "pattention_args": {**(pattention_args or {}), **changed} or None,
+        "nested": model_sizes(model)[:-1],
+        "nested_kinds": None if all(layer.sized for layer in layers.values()) else (*kinds,),
+    }

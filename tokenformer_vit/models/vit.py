@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import TokenFormerBlock
 from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block, model_pattention_args
-from tokenformer_vit.layers.block import IGNORED_TIMM_ARGUMENTS, common, layer_arguments
+from tokenformer_vit.layers.block import IGNORED_TIMM_ARGUMENTS
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 
 from . import checkpoints
-from .sizes import model_sizes, nest_layers, nested_arguments, set_size
+from .sizes import common, layer_arguments, model_sizes, nest_layers, set_size
 
 
 class ChannelsLast(nn.Module):
@@ -236,14 +236,14 @@ class TokenFormerViT(VisionTransformer):
     def _model_args(self) -> dict[str, Any]:
         """The arguments that rebuild the model: what timm recorded, and what the layers say now."""
         blocks: Any = self.blocks
-        args = {**self._recorded_args, **nested_arguments(self)}
-        args |= {"depth": len(blocks), "use_rot_pos_emb": self.rope is not None}
+        args = {**self._recorded_args, "depth": len(blocks)}
+        args["use_rot_pos_emb"] = self.rope is not None
         if isinstance(self.norm, nn.Identity) and isinstance(self.fc_norm, nn.Identity):
             args["final_norm"] = False
         norms = [norm for block in blocks for norm in (block.norm1, block.norm2)]
         return {
             **args,
-            **layer_arguments(blocks, args["pattention_args"]),
+            **layer_arguments(self, args["pattention_args"]),
             "norm": common(norm.affine for norm in norms),
             "norm_eps": common(norm.eps for norm in norms),
             "qk_norm": common(not isinstance(b.attn.q_norm, nn.Identity) for b in blocks),

@@ -7,6 +7,8 @@ from torch import Tensor
 from .modes import plain_only, product_dtype
 from .theta import GeluL2, find_theta
 
+MANY = 2**40  # tokens, beside which the pairs of a layer are few
+
 
 def pattention(
     x: Tensor,
@@ -44,8 +46,7 @@ def pattention(
         TokenFormer, arXiv:2410.23168, Eq. 4.
     """
     if theta == "linear":
-        # Traces and exports serve any number of tokens.
-        tokens = None if plain_only() else x.numel() // x.shape[-1]
+        tokens = MANY if plain_only() else x.numel() // x.shape[-1]  # traces serve any number
         if product_is_cheaper(key_param_tokens, value_param_tokens, tokens):
             return F.linear(x, linear_weight(key_param_tokens, value_param_tokens), bias)
     scores = F.linear(x, key_param_tokens, score_bias)  # (..., P)
@@ -55,17 +56,13 @@ def pattention(
         weights = GeluL2.apply(scores, tau, eps)
     else:
         weights = GeluL2.forward(None, scores, tau, eps)
-    if bias is not None:  # added before the result is rounded
-        return F.linear(weights, value_param_tokens.t(), bias)
-    return weights @ value_param_tokens  # (..., C_out)
+    return F.linear(weights, value_param_tokens.t(), bias)  # (..., C_out)
 
 
-def product_is_cheaper(keys: Tensor, values: Tensor, tokens: int | None) -> bool:
-    """Return whether Vᵀ K and one product with it cost less than two; None for many tokens."""
+def product_is_cheaper(keys: Tensor, values: Tensor, tokens: int = MANY) -> bool:
+    """Return whether Vᵀ K and one product with it cost less than two, for a number of tokens."""
     pairs, both = len(keys), keys.shape[1] + values.shape[1]
     whole = keys.shape[1] * values.shape[1]
-    if tokens is None:
-        return pairs * both > whole
     return pairs * both * tokens > whole * (tokens + pairs)
 
 

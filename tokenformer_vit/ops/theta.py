@@ -3,13 +3,12 @@
 A variant is a function ``(scores, tau, eps) -> weights`` that TorchScript can compile. It maps the
 scores A (..., P) of input tokens against P parameter tokens to weights of the same shape and dtype,
 and normalises each row over its P entries. ``tau`` is 0-dim, the stored scale of the layer. ``eps``
-is added to the divisor of a row, relative to ``tau``: it keeps weights and gradients of a row of
-zeros finite. With 0 the formulas are the released ones, which divide zero by zero there.
+is added to the divisor of a row, relative to ``tau``; with 0, the released formulas, a row of zeros
+gives NaN.
 
 Note:
-    Everything between reading the scores and rounding the result once is float32 (float64 for
-    float64 scores), also under autocast: summed in bfloat16, a row of squares is off by 5 to 20 %.
-    Under the L2 variants the norm of a row must be below 1.8e19; for gradients, below 1e12 τ.
+    Rows are summed in float32, also under autocast: summed in bfloat16, a row of squares is off by
+    5 to 20 %. For L2, the norm of a row must be below 1.8e19; for gradients, below 1e12 τ.
 
 Source:
     TokenFormer, arXiv:2410.23168: Eq. 5 and 6 for the definition, Table 4 for the variants. The
@@ -83,22 +82,15 @@ def linear(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
 
 
 class Theta(NamedTuple):
-    """Facts about one Θ variant; ``THETAS`` alone lists the variants by name.
+    """Facts about one Θ variant; ``THETAS`` alone lists the variants by name."""
 
-    Args:
-        weights: Function from scores to weights.
-        norm_order: p of the Lₚ norm that a row is divided by, 1 or 2; 0 for no norm, where τ has no
-            effect, Θ(0) = 0, and biases are possible. When pairs go, τᵖ must follow the sum of p-th
-            powers to keep other weights.
-        normalizes_scores: Whether this norm is of the scores, before the activation. Then the scale
-            of the keys does not change the weights.
-        second_moment: E[Θ(A)²] of a weight for standard normal scores and the default τ. The
-            variance of an output is P · E[Θ²] · Var[V].
-    """
-
-    weights: Callable[[Tensor, Tensor, float], Tensor]
+    weights: Callable[[Tensor, Tensor, float], Tensor]  # from scores, τ and eps
+    # p of the Lₚ norm that a row is divided by, 1 or 2; 0 for no norm, where τ has no effect,
+    # Θ(0) = 0, and biases are possible.
     norm_order: int
+    # Whether this norm is of the scores, before the activation; then the keys' scale has no effect.
     normalizes_scores: bool
+    # E[Θ(A)²] of a weight for standard normal scores and the default τ; see Pattention.
     second_moment: float
 
 

@@ -42,10 +42,10 @@ def _fast(name: tl.constexpr, x, PTX: tl.constexpr):
 def _gelu(z, PTX: tl.constexpr):
     """Return gelu(z) and its slope; the compiler leaves out the one that is not used.
 
-    Both need the density φ(z) of the normal distribution and its tail 1 - Φ(|z|). Abramowitz and
-    Stegun, Handbook of Mathematical Functions, 26.2.17 (for erf, 7.1.26), has this form of the tail
-    with five terms and an error of 7.5e-8 in Φ, which is visible in float32. These six terms
-    minimise the maximum of max(1, |z|) times the error: 1.2e-8.
+    Both need the density φ(z) of the normal distribution and its tail 1 - Φ(|z|), in the form of
+    Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.17 (7.1.26 for erf). Their five
+    terms have an error of 7.5e-8 in Φ, visible in float32; these six minimise the maximum of
+    max(1, |z|) times the error: 1.2e-8.
     """
     # exp(-z²/2) / √(2π); the constants are log2(e) / 2 and log2(√(2π)).
     density = _fast("ex2", tl.fma(z * -0.7213475204444817, z, -1.3257480647361592), PTX)
