@@ -14,9 +14,8 @@ from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.benchmarking.matched import matched_hidden, mlp_ratio
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.arguments import COUNTS
-from tokenformer_vit.layers.block import layer_arguments
 from tokenformer_vit.models import TokenFormerViT
-from tokenformer_vit.models.sizes import find_layers
+from tokenformer_vit.models.sizes import find_layers, layer_arguments
 from tokenformer_vit.training.config import load_recipe, read_config, set_autocast
 from tokenformer_vit.training.engine import MODELS, Config
 
@@ -54,7 +53,7 @@ class Base:
         if not find_layers(self.inner):
             kind = type(self.inner).__name__
             raise InputError(f"the model is a {kind}: give a config of a TokenFormer")
-        self.counts = {n: layer_arguments(self.inner.blocks, None)[n] for n in COUNTS.values()}
+        self.counts = {n: layer_arguments(self.inner, None)[n] for n in COUNTS.values()}
         if lists := [name for name, number in self.counts.items() if isinstance(number, list)]:
             raise InputError(f"{lists[0]} differs between blocks: give one number for all of them")
         self.unit = "max_iters" if "max_iters" in self.cfg["train_cfg"] else "max_epochs"

@@ -18,7 +18,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import INITS, grow
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.models.conversion import compare_outputs, noise_images
-from tokenformer_vit.models.sizes import nested_arguments
+from tokenformer_vit.models.sizes import layer_arguments
 
 from .arguments import KEY_VALUES, Parser, whole_number
 
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     compare_outputs(model, before, [noise_images(before, 2)], "images of noise")
     facts = {"Grown from": args.source.name, "New pairs": f"{args.init}; not trained since"}
     save_model(model, args.target, facts={"Growth": facts})
-    settings = ["the new numbers of pairs"]
-    settings += [f"{name}={[*value]}" for name, value in nested_arguments(model).items() if value]
+    settings, now = ["the new numbers of pairs"], layer_arguments(model, None)
+    settings += [f"{name}={[*now[name]]}" for name in ("nested", "nested_kinds") if now[name]]
     print(f"Done. To train further, set load_from={args.target}/model.safetensors in the config,")
     print(f"and {', '.join(settings)}")
