@@ -2,6 +2,7 @@
 
 import shutil
 import warnings
+from contextlib import suppress
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
@@ -119,17 +120,6 @@ class TokenFormerLayer(GradientCheckpointingLayer, CausalBlock):
     """A :class:`~tokenformer_vit.models.causal_lm.CausalBlock` that transformers recognises."""
 
 
-def _check_computation(model: nn.Module, source: Any, kwargs: Any) -> None:
-    """Compare a loaded model with the ``config.json`` of its weights, if there is one."""
-    where = {key: value for key, value in kwargs.items() if key in _PLACES}
-    try:
-        saved = {} if source is None else TokenFormerConfig.get_config_dict(source, **where)[0]
-    except OSError:  # the folder of an adapter of peft, or weights alone
-        return
-    if saved.get("model_type") == TokenFormerConfig.model_type:
-        check_computation(model, asdict(TokenFormerConfig(**saved)), source)
-
-
 class TokenFormerPreTrainedModel(PreTrainedModel):
     """What all TokenFormer language models of transformers have in common.
 
@@ -166,9 +156,14 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
                 "quantization_config quantises linear layers, which the blocks of a TokenFormer "
                 "lack: load it without, and see examples/quantize.py"
             )
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        source, saved = pretrained_model_name_or_path, dict[str, Any]()
+        loaded = super().from_pretrained(source, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        _check_computation(model, pretrained_model_name_or_path, kwargs)
+        where = {key: value for key, value in kwargs.items() if key in _PLACES}
+        with suppress(OSError):  # the folder of an adapter of peft, or weights alone
+            saved = {} if source is None else TokenFormerConfig.get_config_dict(source, **where)[0]
+        if saved.get("model_type") == TokenFormerConfig.model_type:
+            check_computation(model, asdict(TokenFormerConfig(**saved)), source)
         return loaded
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
@@ -241,14 +236,13 @@ class TokenFormerModel(TokenFormerPreTrainedModel):
 
     def record_param_tokens(self) -> None:
         """Write the pairs and sizes of the layers into ``config``, as saving a model does."""
-        arguments = layer_arguments(self, self.config.pattention_args)
-        for name, value in arguments.items():
+        for name, value in layer_arguments(self, self.config.pattention_args).items():
             setattr(self.config, name, value)
 
     def computation(self) -> dict[str, Any]:
         """Return the fields of the configuration that the tensors do not show."""
-        self.record_param_tokens()
-        return computation_of(asdict(self.config))
+        now = layer_arguments(self, self.config.pattention_args)
+        return computation_of({**asdict(self.config), **now})
 
     @merge_with_config_defaults
     @capture_outputs
