@@ -21,10 +21,10 @@ env_cfg = dict(
     mp_cfg=dict(mp_start_method="fork", opencv_num_threads=0),
     dist_cfg=dict(backend="nccl", timeout=None),  # seconds; None is PyTorch's
 )
-# Several processes: arguments of DistributedDataParallel, and the type in which gradients are sent.
+# Several processes: arguments of DistributedDataParallel.
 model_wrapper_cfg = dict(
-    type="CompressingDataParallel",
-    compression=None,  # "bf16" or "fp16" sends half the bytes, rounded
+    type="MMDistributedDataParallel",
+    broadcast_buffers=False,
     gradient_as_bucket_view=False,
     static_graph=False,
     find_unused_parameters=False,

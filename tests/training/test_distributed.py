@@ -1,4 +1,4 @@
-"""Processes meet however they were started, agree on signals, and exchange rounded gradients."""
+"""Processes meet however they were started, and agree on signals."""
 
 import os
 import socket
@@ -7,8 +7,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from mmengine.registry import MODEL_WRAPPERS
-from torch import nn
 
 from tokenformer_vit.training import distributed
 from tokenformer_vit.training.distributed import start_processes
@@ -64,23 +62,6 @@ def test_processes_meet_without_a_gpu(environment, in_two_processes, launcher):
         return told.item()
 
     assert in_two_processes(work, meet) == [3, 3]
-
-
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize(
-    ("compression", "dtype"),
-    [(None, torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
-)
-def test_gradients_are_rounded_to_the_type_in_which_they_travel(compression, dtype):
-    model, images = nn.Linear(7, 3), torch.randn(5, 7)
-    model(images).square().sum().backward()
-    expected = [parameter.grad.to(dtype).float() for parameter in model.parameters()]
-    model.zero_grad(set_to_none=True)
-    wrapper = {"type": "CompressingDataParallel", "module": model, "device_ids": None}
-    parallel = MODEL_WRAPPERS.build({**wrapper, "compression": compression})
-    parallel(images).square().sum().backward()
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(parameter.grad, gradient)
 
 
 def test_two_processes_learn_at_the_same_call_what_one_noticed(in_two_processes):

@@ -8,12 +8,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tokenformer_vit.errors import InputError
 
-from .engine import MODEL_WRAPPERS, Config, MMDistributedDataParallel, init_dist
+from .engine import Config, init_dist
 
 # Where each launcher says which process this is: in all, on its machine, and of how many.
 _VARIABLES = {
@@ -40,7 +38,8 @@ def start_processes(cfg: Config) -> None:
     if cfg.launcher == "none":
         return
     gpus = torch.cuda.device_count()
-    wrapper = {"type": "CompressingDataParallel", **(cfg.get("model_wrapper_cfg") or {})}
+    wrapper: dict[str, Any] = {"type": "MMDistributedDataParallel", "broadcast_buffers": False}
+    wrapper |= cfg.get("model_wrapper_cfg") or {}
     if cfg.get("find_unused_parameters"):  # mmengine reads it only without a wrapper
         wrapper["find_unused_parameters"] = True
     cfg.model_wrapper_cfg = wrapper if gpus else {**wrapper, "device_ids": None}
@@ -55,17 +54,3 @@ def start_processes(cfg: Config) -> None:
     os.environ.setdefault("MASTER_PORT", "29500")  # as in mmengine
     limit = how.get("timeout") and timedelta(seconds=how["timeout"])
     torch.distributed.init_process_group("gloo", timeout=limit)
-
-
-@MODEL_WRAPPERS.register_module()
-class CompressingDataParallel(MMDistributedDataParallel):
-    """mmengine's ``MMDistributedDataParallel``, with compression of the gradients.
-
-    With ``compression="bf16"`` or ``"fp16"``, half the bytes are sent, and the mean is rounded.
-    Buffers are not exchanged unless ``broadcast_buffers=True``.
-    """
-
-    def __init__(self, module: nn.Module, compression: str | None = None, **kwargs: Any) -> None:
-        super().__init__(module, **{"broadcast_buffers": False, **kwargs})
-        if compression is not None:
-            self.register_comm_hook(None, getattr(default_hooks, f"{compression}_compress_hook"))

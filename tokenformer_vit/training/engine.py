@@ -29,7 +29,6 @@ from mmengine.model import (
     BaseModel,
     BaseModule,
     ExponentialMovingAverage,
-    MMDistributedDataParallel,
     PretrainedInit,
     is_model_wrapper,
 )
@@ -44,7 +43,6 @@ from mmengine.registry import (
     FUNCTIONS,
     HOOKS,
     LOOPS,
-    MODEL_WRAPPERS,
     OPTIM_WRAPPERS,
     OPTIMIZERS,
     WEIGHT_INITIALIZERS,
