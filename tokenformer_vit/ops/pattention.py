@@ -7,7 +7,7 @@ from torch import Tensor
 from .modes import plain_only, product_dtype
 from .theta import GeluL2, find_theta
 
-MANY = 2**40  # tokens, beside which the pairs of a layer are few
+MANY = 2**30  # tokens, beside which the pairs of a layer are few
 
 
 def pattention(
