@@ -24,7 +24,7 @@ env_cfg = dict(
 # Several processes: arguments of DistributedDataParallel.
 model_wrapper_cfg = dict(
     type="MMDistributedDataParallel",
-    broadcast_buffers=False,
+    broadcast_buffers=False,  # they are equal: τ, if it is not learned
     gradient_as_bucket_view=False,
     static_graph=False,
     find_unused_parameters=False,

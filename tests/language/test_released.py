@@ -83,7 +83,7 @@ def released_forward(tensors, tokens, heads, depth=12):
 
 def convert(tensors, **arguments):
     config, state_dict = from_released(tensors, **arguments)
-    model = TokenFormerForCausalLM(TokenFormerConfig(**vars(config)))
+    model = TokenFormerForCausalLM(config)
     model.model.load_state_dict(state_dict)
     return model.eval()
 
@@ -104,8 +104,7 @@ def test_every_published_size_is_recognised(size):
     width = preset.embed_dim
     tensors = released(preset.depth, width, 50_304, width, 4 * width, device="meta")
     config, state_dict = from_released(tensors)
-    # The preset, with its numbers of pairs.
-    assert {name: getattr(model.config, name) for name in vars(config)} == vars(config)
+    assert config.to_dict() == model.config.to_dict()  # the preset, with its numbers of pairs
     assert state_dict.keys() == model.state_dict().keys()
 
 

@@ -36,11 +36,20 @@ def test_a_process_that_sees_one_gpu_takes_it(monkeypatch, environment, launcher
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(distributed, "init_dist", lambda *args, **how: called.append((*args, how)))
     environment.update(dict(zip(LAUNCHED[launcher], ("3", "3", "4"), strict=True)))
-    cfg = SimpleNamespace(launcher=launcher, get={"env_cfg": {"dist_cfg": {"timeout": 60}}}.get)
+    given: dict = {"env_cfg": {"dist_cfg": {"timeout": 60}}}
+    cfg = SimpleNamespace(launcher=launcher, get=given.get)
     start_processes(cfg)
-    assert called == [(launcher, {"timeout": 60})]
+    assert called.pop() == (launcher, {"timeout": 60})
     assert environment[LAUNCHED[launcher][1]] == "0"
-    assert "device_ids" not in cfg.model_wrapper_cfg  # mmengine gives the GPU of the process
+    # mmengine gives the GPU of the process.
+    wrapper = {"type": "MMDistributedDataParallel", "broadcast_buffers": False}
+    assert cfg.model_wrapper_cfg == wrapper
+    given["model_wrapper_cfg"] = {"broadcast_buffers": True}
+    start_processes(cfg)
+    assert cfg.model_wrapper_cfg == {**wrapper, "broadcast_buffers": True}
+    given["model_wrapper_cfg"] = {"type": "MMFullyShardedDataParallel"}
+    start_processes(cfg)
+    assert cfg.model_wrapper_cfg == given["model_wrapper_cfg"]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHED)

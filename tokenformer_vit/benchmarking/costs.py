@@ -34,7 +34,7 @@ _PATTERNS = {
     "embedding": r"^[^.]+$|^(model\.)?(patch_embed|embedding|positions)|\b(wte|wpe|embed_in)\.",
 }
 _LANGUAGE = ("tokenformer", "gpt2", "gpt_neox")  # kinds of transformers
-_UNKNOWN = "the costs of a {} are unknown: give a ViT or GPT-2"
+_UNKNOWN = "the costs of a {} are unknown: give a TokenFormer, ViT or GPT-2"
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,8 @@ class TokenFormerModel(TokenFormerPreTrainedModel):
         self.norm = nn.LayerNorm(width, eps=config.norm_eps)
         for number, block in enumerate(self.blocks):
             attention: Any = block.attn
-            attention.layer_idx, attention.config = number, config  # flash attention reads it
+            attention.layer_idx = number
+            attention.config = config  # flash attention reads it
         nest_layers(self, config.nested, config.nested_kinds)
         self.record_param_tokens()  # config.json gets numbers, not None for "as many as C"
         self.post_init()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models import LMConfig, lm_config
+from tokenformer_vit.models import lm_config
 from tokenformer_vit.models.checkpoints import read_checkpoint
 from tokenformer_vit.ops import default_tau
 
@@ -63,7 +63,7 @@ def from_released(
     num_heads: int | None = None,
     context_length: int = 2048,
     eps: float = 0.0,
-) -> tuple[LMConfig, dict[str, Tensor]]:
+) -> tuple[TokenFormerConfig, dict[str, Tensor]]:
     """Convert a released state dict to ours.
 
     Args:
@@ -73,8 +73,8 @@ def from_released(
         eps: eps of Pattention; the released code has none.
 
     Returns:
-        The configuration, and the state dict of its ``TokenFormerModel``: the same tensors, and
-        τ = √P of every layer in float32.
+        The configuration, and the state dict of ``TokenFormerModel(configuration)``: the same
+        tensors, and τ = √P of every layer in float32.
 
     Raises:
         InputError: If tensors are missing or unknown, or the number of heads is not known.
@@ -95,7 +95,7 @@ def from_released(
             "(--num-heads)"
         )
     first = "sequential.2"  # the modules before it are the embedding and one without tensors
-    config = LMConfig(
+    config = TokenFormerConfig(
         vocab_size=vocab_size,
         context_length=context_length,
         embed_dim=width,
@@ -117,7 +117,7 @@ def load_released(path: Path, **arguments: Any) -> TokenFormerForCausalLM:
     """Load a checkpoint of the authors' code; ``arguments`` are those of :func:`from_released`."""
     config, weights = from_released(read_released(path), **arguments)
     with torch.device("meta"):
-        model = TokenFormerForCausalLM(TokenFormerConfig(**vars(config)))
+        model = TokenFormerForCausalLM(config)
     model.model.load_state_dict(weights, assign=True)
     model.tie_weights()
     return model

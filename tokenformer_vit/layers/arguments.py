@@ -55,7 +55,8 @@ def model_pattention_args(
     if init not in ("scaled", "released"):
         raise InputError(f"init must be one of scaled, released, but got {init!r}")
     if init == "released":
-        shared["key_init_std"], shared["value_init_std"] = released_stds(width, depth)
+        stds = zip(("key_init_std", "value_init_std"), released_stds(width, depth), strict=True)
+        shared = {**dict(stds), **shared}
     return shared
 
 

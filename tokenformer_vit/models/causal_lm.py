@@ -92,7 +92,10 @@ LM_PRESETS: dict[str, dict[str, Any]] = {
 
 
 def lm_config(preset: str, **changes: Any) -> LMConfig:
-    """Return the configuration of a preset of ``LM_PRESETS``, with changes of its fields."""
+    """Return the configuration of a preset of ``LM_PRESETS``, with changes of its fields.
+
+    ``TokenFormerConfig(**vars(lm_config("150m")))`` is that of a model of transformers.
+    """
     if preset not in LM_PRESETS:
         raise InputError(f"preset must be one of {', '.join(LM_PRESETS)}, but got {preset!r}")
     return LMConfig(**{**LM_PRESETS[preset], **changes})
@@ -127,7 +130,7 @@ def rotate(queries: Tensor, keys: Tensor, turns: Tensor) -> tuple[Tensor, ...]:
 
 
 class CausalAttention(Attention):
-    """The attention of the vision models with a causal mask, rotation and a cache."""
+    """The attention of the vision models, which takes a mask, rotations and a cache."""
 
     is_causal = True  # attention functions of transformers look for this name, and the next
     layer_idx: int  # number of the block in the cache
@@ -137,7 +140,8 @@ class CausalAttention(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         """Map (B, N, C) tokens to (B, N, C), and return the weights that ``attend`` returns.
 
-        ``attend`` is an attention function of transformers.
+        ``turns`` are those of :func:`find_turns`, or None; ``cache``, ``attend`` and its ``mask``
+        are those of transformers.
         """
         shape = (*x.shape[:2], self.num_heads, self.head_dim)
         q, k, v = (

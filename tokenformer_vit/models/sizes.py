@@ -108,10 +108,10 @@ def common(facts: Iterable[Any]) -> Any:
 
 
 def layer_arguments(model: Any, pattention_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of a model that its layers know, as they are now; others as given.
+    """Return the arguments of a model that its layers know, as they are now.
 
-    One value, a list by block where blocks differ, or a dict by kind where kinds differ. A fused
-    layer has no number of pairs: None, the default.
+    One value, a list by block where blocks differ, or a dict by kind where kinds differ. Of
+    ``pattention_args``, the others are as given. A fused layer has no number of pairs: None.
     """
     by_block = {
         "qkv": [(block.attn.query, block.attn.key, block.attn.value) for block in model.blocks],

@@ -7,7 +7,7 @@ from torch import Tensor
 from .modes import plain_only, product_dtype
 from .theta import GeluL2, find_theta
 
-MANY = 2**30  # tokens, beside which the pairs of a layer are few
+MANY = 2**30  # stands for any large number of tokens
 
 
 def pattention(
@@ -42,8 +42,7 @@ def pattention(
         Θ is computed in float32 and rounded once, the products in the precision of their operands
         or of autocast. float64 inputs stay float64. All derivatives are exact.
 
-    Source:
-        TokenFormer, arXiv:2410.23168, Eq. 4.
+    Source: TokenFormer, arXiv:2410.23168, Eq. 4.
     """
     if theta == "linear":
         tokens = MANY if plain_only() else x.numel() // x.shape[-1]  # traces serve any number
@@ -56,14 +55,15 @@ def pattention(
         weights = GeluL2.apply(scores, tau, eps)
     else:
         weights = GeluL2.forward(None, scores, tau, eps)
-    return F.linear(weights, value_param_tokens.t(), bias)  # (..., C_out)
+    if bias is None:  # a view, as in a linear layer, would miss autocast's cache of casts
+        return weights @ value_param_tokens  # (..., C_out)
+    return F.linear(weights, value_param_tokens.t(), bias)
 
 
 def product_is_cheaper(keys: Tensor, values: Tensor, tokens: int = MANY) -> bool:
     """Return whether Vᵀ K and one product with it cost less than two, for a number of tokens."""
-    pairs, both = len(keys), keys.shape[1] + values.shape[1]
-    whole = keys.shape[1] * values.shape[1]
-    return pairs * both * tokens > whole * (tokens + pairs)
+    pairs, inner, outer = len(keys), keys.shape[1], values.shape[1]
+    return pairs * (inner + outer) * tokens > inner * outer * (tokens + pairs)
 
 
 def linear_weight(keys: Tensor, values: Tensor) -> Tensor:

@@ -3,12 +3,12 @@
 A variant is a function ``(scores, tau, eps) -> weights`` that TorchScript can compile. It maps the
 scores A (..., P) of input tokens against P parameter tokens to weights of the same shape and dtype,
 and normalises each row over its P entries. ``tau`` is 0-dim, the stored scale of the layer. ``eps``
-is added to the divisor of a row, relative to ``tau``; with 0, the released formulas, a row of zeros
-gives NaN.
+is added to the divisor of a row, relative to ``tau``; with 0, as released, the normed GELUs of a
+row of zeros are NaN.
 
 Note:
-    Rows are summed in float32, also under autocast: summed in bfloat16, a row of squares is off by
-    5 to 20 %. For L2, the norm of a row must be below 1.8e19; for gradients, below 1e12 τ.
+    All is float32 (float64 for float64 scores) and rounded once, also under autocast: in bfloat16 a
+    sum of squares is off by 5 to 20 %. L2 norms of rows must be below 1.8e19, for gradients 1e12 τ.
 
 Source:
     TokenFormer, arXiv:2410.23168: Eq. 5 and 6 for the definition, Table 4 for the variants. The

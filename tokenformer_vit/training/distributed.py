@@ -11,6 +11,7 @@ import torch
 
 from tokenformer_vit.errors import InputError
 
+from .config import name_of
 from .engine import Config, init_dist
 
 # Where each launcher says which process this is: in all, on its machine, and of how many.
@@ -38,8 +39,9 @@ def start_processes(cfg: Config) -> None:
     if cfg.launcher == "none":
         return
     gpus = torch.cuda.device_count()
-    wrapper: dict[str, Any] = {"type": "MMDistributedDataParallel", "broadcast_buffers": False}
-    wrapper |= cfg.get("model_wrapper_cfg") or {}
+    wrapper: Any = {"type": "MMDistributedDataParallel", **(cfg.get("model_wrapper_cfg") or {})}
+    if name_of(wrapper["type"]) == "MMDistributedDataParallel":
+        wrapper.setdefault("broadcast_buffers", False)  # τ is the same in all processes
     if cfg.get("find_unused_parameters"):  # mmengine reads it only without a wrapper
         wrapper["find_unused_parameters"] = True
     cfg.model_wrapper_cfg = wrapper if gpus else {**wrapper, "device_ids": None}
