@@ -20,14 +20,15 @@ from tokenformer_vit.growth import extract, grow
 from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM, transformer_lm
 from tokenformer_vit.language.generation import load_language_model, save_language_model
 from tokenformer_vit.language.tokenizers import byte_tokenizer
-from tokenformer_vit.models import LMConfig
+from tokenformer_vit.models import LM_PRESETS, LMConfig, lm_config
 from tokenformer_vit.models.sizes import find_layers
+from tokenformer_vit.ops import THETAS
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {"vocab_size": 61, "context_length": 40, "embed_dim": 32, "depth": 2, "num_heads": 2}
 KINDS = {
     "rotary": {"rotary_share": 0.5},
-    "learned": {"positions": "learned"},
+    "learned": {"positions": "learned", "norm": "rms"},
     "untied": {"rotary_share": 0.5, "tie_embeddings": False},
     "softmax": {"rotary_share": 0.5, "theta": "softmax", "pattention_args": {"learn_tau": True}},
     "linear": {"theta": {"qkv": "linear", "proj": "linear", "ffn": "gelu"}, "norm": "rms+weight"},
@@ -38,6 +39,17 @@ SEARCHES += [{"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 1.3}]
 STEPS = {"max_steps": 24, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "save_steps": 24}
 STEPS |= {"logging_steps": 1, "use_cpu": True, "report_to": [], "disable_tqdm": True}
 PLAIN = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+
+PARAMETERS = {
+    "150m": 151_881_216,
+    "450m": 454_166_528,
+    "900m": 903_252_480,
+    "1.5b": 1_587_219_456,
+    "grown_124m": 123_569_664,
+    "grown_354m": 354_190_848,
+    "released_354m": 353_503_232,
+    "released_757m": 756_156_416,
+}
 
 
 def build(attention="sdpa", **changes):
@@ -62,6 +74,52 @@ def reload(model, folder, **kwargs):
 def load(folder, **kwargs) -> Any:
     """Return a model, and transformers' report about its weights."""
     return AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
+
+
+@pytest.mark.parametrize("preset", LM_PRESETS)
+def test_presets_have_the_published_sizes(preset):
+    with torch.device("meta"):
+        model = TokenFormerForCausalLM(TokenFormerConfig(**vars(lm_config(preset))))
+    assert model.num_parameters() == PARAMETERS.get(preset, model.num_parameters())
+
+
+@pytest.mark.parametrize("kind", ["rotary", "learned", "untied"])
+@pytest.mark.parametrize("theta", THETAS)
+def test_with_a_cache_it_computes_the_same(kind, theta):
+    """Also: no token sees a later one, which the cache does not have yet."""
+    model, tokens = build(**KINDS[kind], theta=theta).double(), torch.randint(61, (3, 17))
+    expected, cache = model(tokens).logits, transformers.DynamicCache()
+    parts = [model(tokens[:, :5], cache=cache)]
+    parts += [model(tokens[:, i : i + 1], cache=cache) for i in range(5, 11)]
+    parts.append(model(tokens[:, 11:], cache=cache))
+    assert cache.get_seq_length() == 17
+    torch.testing.assert_close(torch.cat([part.logits for part in parts], dim=1), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_padding_on_either_side_changes_nothing(kind):
+    model, tokens = build(**kind).double(), torch.randint(61, (1, 9))
+    expected = model(tokens).logits
+    filling, other = torch.randint(61, (1, 5)), torch.randint(61, (1, 14))
+    for parts, own in (((filling, tokens), slice(5, 14)), ((tokens, filling), slice(0, 9))):
+        mask = torch.ones(2, 14)
+        mask[0] = 0
+        mask[0, own] = 1
+        logits = model(torch.cat((torch.cat(parts, dim=1), other)), attention_mask=mask).logits
+        torch.testing.assert_close(logits[:1, own], expected)
+        torch.testing.assert_close(logits[1:], model(other).logits)
+        assert logits.isfinite().all()
+
+
+def test_what_does_not_fit_is_said():
+    model, cache = build(), transformers.DynamicCache()
+    model(torch.zeros(1, 40, dtype=torch.long), cache=cache)
+    with pytest.raises(InputError, match=r"has 41 tokens, but context_length is 40: shorten"):
+        model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
+    with pytest.raises(InputError, match="rotates 1 dimensions of a head: give"):
+        LMConfig(embed_dim=16, num_heads=4)
+    with pytest.raises(InputError, match=r"preset must be one of 150m, .*, but got '124m'"):
+        lm_config("124m")
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 from timm.layers import LayerScale
@@ -60,3 +62,20 @@ def test_arguments_of_an_ordinary_block_are_accepted_and_unknown_ones_named():
         TokenFormerBlock(48, 3, pattention_args={"init_gian": 1.0})
     with pytest.raises(TypeError, match="num_ffn_tokens, thetas"):
         TokenFormerBlock(48, 3, thetas="softmax", num_ffn_tokens=3)
+
+
+def test_a_block_makes_few_calls_of_python():
+    """Each takes the host about as long as a small operation of PyTorch."""
+    block, x, calls = TokenFormerBlock(192, 3), torch.randn(2, 5, 192, requires_grad=True), []
+
+    def note(frame, event, _):
+        if event == "call" and "tokenformer_vit" in frame.f_globals["__name__"]:
+            calls.append(frame)
+
+    sys.setprofile(note)
+    y = block(x)
+    forward = len(calls)
+    y.sum().backward()
+    sys.setprofile(None)
+    assert forward <= 32
+    assert len(calls) <= 48

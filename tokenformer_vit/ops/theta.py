@@ -145,7 +145,7 @@ class GeluL2(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, tau: Tensor, eps: float) -> Tensor:
         """Compute the weights; without ``ctx``, for no backward."""
-        if triton_theta.serves(scores):
+        if scores.device.type == triton_theta.DEVICE and triton_theta.serves(scores):
             weights, factor = triton_theta.gelu_l2(scores, tau, eps)
         else:
             dtype = torch.promote_types(scores.dtype, torch.float32)

@@ -122,14 +122,14 @@ def backward_kernel(
 
 # With TRITON_INTERPRET=1 a kernel has another type, which PyTorch cannot trace, and runs on a CPU.
 _INTERPRETED = triton is not None and not isinstance(forward_kernel, triton.JITFunction)
-_DEVICE = "cpu" if _INTERPRETED else "cuda"
+DEVICE = "cpu" if _INTERPRETED else "cuda"
 _ENABLED = triton is not None and os.environ.get("TOKENFORMER_TRITON") != "0"
 
 
 def serves(scores: Tensor) -> bool:
     """Return whether the kernels take these scores."""
     return (
-        scores.device.type == _DEVICE
+        scores.device.type == DEVICE
         and _ENABLED
         and scores.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and scores.shape[-1] <= MAX_PARAM_TOKENS
