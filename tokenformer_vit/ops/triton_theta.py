@@ -122,7 +122,7 @@ def backward_kernel(
 
 # With TRITON_INTERPRET=1 a kernel has another type, which PyTorch cannot trace, and runs on a CPU.
 _INTERPRETED = triton is not None and not isinstance(forward_kernel, triton.JITFunction)
-DEVICE = "cpu" if _INTERPRETED else "cuda"
+DEVICE = "cpu" if _INTERPRETED else "cuda"  # asked first: a call of serves() costs the host
 _ENABLED = triton is not None and os.environ.get("TOKENFORMER_TRITON") != "0"
 
 
